@@ -1,0 +1,40 @@
+"""The draft vocabulary: the target tokens that a drafter can say, as EAGLE-3 and speculators have it.
+
+It only narrows what is drafted. The target verifies over its full vocabulary, so decoding stays lossless.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dflash_lightning.data.samples import Sample
+from dflash_lightning.errors import UserError
+
+
+def token_counts(samples: Sequence[Sample], vocab_size: int) -> Tensor:
+    """Return how often each token is supervised, `[V]` int64."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for sample in samples:
+        counts += torch.bincount(sample.ids[sample.loss_mask], minlength=vocab_size)
+    return counts
+
+
+def most_frequent(counts: Tensor, size: int) -> Tensor:
+    """Return the `size` most frequent token ids, ascending `[Vd]`; ties go to the lower id.
+
+    Raises:
+        UserError: Size out of range.
+    """
+    if not 0 < size <= len(counts):
+        raise UserError(
+            f"model.draft_vocab: needs 1..{len(counts)} tokens (the target's vocabulary), got {size}"
+        )
+    return counts.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def to_draft_rows(draft_ids: Tensor, vocab_size: int) -> Tensor:
+    """Return the map `[V]` from target ids to rows of the draft vocabulary; -1 where the drafter lacks the token."""
+    rows = torch.full((vocab_size,), -1, dtype=torch.int64, device=draft_ids.device)
+    rows[draft_ids] = torch.arange(len(draft_ids), device=draft_ids.device)
+    return rows

@@ -1,0 +1,111 @@
+"""In which order samples come, as which batches, and how a loader is continued in the middle of an epoch."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from dflash_lightning.data.blocks import Batch
+from dflash_lightning.data.features import FeatureStore
+from dflash_lightning.data.samples import Sample
+
+Item = tuple[int, int, Sample, Tensor | None]
+
+
+class EpochSampler(Sampler[tuple[int, int]]):
+    """Yields (sample index, epoch), so that loader processes need not be told the epoch.
+
+    Shuffled order keeps samples of similar length in one batch: a random order is sorted by length within stretches of 16
+    batches, and the batches of a stretch are shuffled.
+
+    Args:
+        lengths: Tokens of each sample.
+        batch_size: Samples per batch.
+        seed: Seed of the order.
+        shuffle: False yields samples in order, always as of epoch 0.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int, shuffle: bool) -> None:
+        self.lengths, self.batch_size, self.seed, self.shuffle = lengths, batch_size, seed, shuffle
+        self.epoch = 0
+        self.skip = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the order and anchors of this epoch from now on (Lightning calls it)."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        """Return the number of samples of a whole epoch."""
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Yield (sample index, epoch), without the first `skip` samples."""
+        epoch = self.epoch if self.shuffle else 0
+        order = self._shuffled(epoch) if self.shuffle else list(range(len(self.lengths)))
+        return iter([(index, epoch) for index in order[self.skip :]])
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        order = torch.randperm(len(self.lengths), generator=generator).tolist()
+        stretch = 16 * self.batch_size
+        batches: list[list[int]] = []
+        tail: list[int] = []
+        for start in range(0, len(order), stretch):
+            block = sorted(order[start : start + stretch], key=lambda i: self.lengths[i])
+            cut = [block[i : i + self.batch_size] for i in range(0, len(block), self.batch_size)]
+            if len(cut[-1]) < self.batch_size:
+                tail = cut.pop()
+            batches += [cut[i] for i in torch.randperm(len(cut), generator=generator).tolist()]
+        return [index for batch in [*batches, tail] for index in batch]
+
+
+class ResumableLoader(DataLoader[Item]):
+    """A loader that a checkpoint can continue in the middle of an epoch: it skips the batches already given."""
+
+    _start = 0
+    _given = 0
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        """Yield the batches of an epoch that were not given yet."""
+        start, self._start = (self._start if self._start < len(self) else 0), 0
+        self.sampler.skip = start * (self.batch_size or 1)  # type: ignore[attr-defined]
+        self._given = start
+        for batch in super().__iter__():
+            self._given += 1
+            yield batch  # type: ignore[misc]
+
+    def state_dict(self) -> dict[str, int]:
+        """Return how many batches of this epoch were given."""
+        return {"batches": self._given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue after the batches that were given."""
+        self._start = state["batches"]
+
+
+class SampleDataset(Dataset[Item]):
+    def __init__(self, samples: Sequence[Sample], store: FeatureStore | None) -> None:
+        self.samples, self.store = samples, store
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, key: tuple[int, int]) -> Item:  # type: ignore[override]
+        index, epoch = key
+        return index, epoch, self.samples[index], self.store[index] if self.store else None
+
+
+class PromptDataset(Dataset[list[int]]):
+    def __init__(self, prompts: Sequence[list[int]]) -> None:
+        self.prompts = prompts
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, index: int) -> list[int]:
+        return self.prompts[index]
+
+
+def only_item(batch: list[list[int]]) -> list[int]:
+    return batch[0]

@@ -1,0 +1,110 @@
+"""A sample: token ids and which of them the target would have generated itself (`loss_mask`)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from dflash_lightning.errors import UserError
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One training sequence: `ids` `[S]` int64 and `loss_mask` `[S]` bool, true where supervised."""
+
+    ids: Tensor
+    loss_mask: Tensor
+
+    def __post_init__(self) -> None:
+        if self.ids.shape != self.loss_mask.shape or self.ids.dim() != 1:
+            raise ValueError(f"ids {self.ids.shape} and loss_mask {self.loss_mask.shape} differ")
+
+    def cut(self, max_length: int) -> "Sample":
+        """Return the sample's first `max_length` tokens."""
+        return Sample(self.ids[:max_length], self.loss_mask[:max_length])
+
+
+def response_sample(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Sample:
+    """Return prompt plus response as one sample, the response supervised.
+
+    Token ids go in as the target produced them: tokenizing its text again may split it differently.
+    """
+    ids = torch.tensor([*prompt_ids, *response_ids], dtype=torch.int64)
+    return Sample(ids, torch.arange(len(ids)) >= len(prompt_ids))
+
+
+def text_sample(tokenizer: PreTrainedTokenizerBase, text: str) -> Sample:
+    """Return plain text as one sample; every token but the first is supervised."""
+    ids = torch.tensor(tokenizer(text).input_ids, dtype=torch.int64)
+    return Sample(ids, torch.arange(len(ids)) >= 1)
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
+    """Return the ids of a chat up to where the assistant's answer begins (chat template applied)."""
+    text = _render(tokenizer, messages, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def chat_sample(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> Sample:
+    """Return a finished chat as one sample; every assistant turn is supervised, its stop token included.
+
+    Works with templates that carry generation tags and with stock templates that have none: an assistant turn is
+    what the chat's rendering adds to the rendering of the chat before it with the generation prompt.
+
+    Raises:
+        UserError: No assistant turn, or a template under which none can be located.
+    """
+    text = _render(tokenizer, messages, add_generation_prompt=False)
+    spans = _assistant_spans(tokenizer, messages, text)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids = torch.tensor(encoded.input_ids, dtype=torch.int64)
+    loss_mask = torch.zeros(len(ids), dtype=torch.bool)
+    for start, end in spans:
+        inside = [
+            i for i, (s, e) in enumerate(encoded.offset_mapping) if s >= start and s < e <= end
+        ]
+        stops = [n for n, i in enumerate(inside) if ids[i] == tokenizer.eos_token_id]
+        loss_mask[inside[: stops[-1] + 1] if stops else inside] = True
+    if not loss_mask.any():
+        raise UserError(
+            "the assistant mask is all zero: the chat has no assistant turn with text in it"
+        )
+    return Sample(ids, loss_mask)
+
+
+def _assistant_spans(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], text: str
+) -> list[tuple[int, int]]:
+    spans = []
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = _render(tokenizer, messages[:turn], add_generation_prompt=True) if turn else ""
+        after = _render(tokenizer, messages[: turn + 1], add_generation_prompt=False)
+        if not (after.startswith(before) and text.startswith(after)):
+            raise UserError(
+                f"the assistant mask of turn {turn + 1} can't be located: this chat template rewrites earlier turns; "
+                "give single-turn chats, or let the target answer the prompts (data.responses: target)"
+            )
+        spans.append((len(before), len(after)))
+    return spans
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool
+) -> str:
+    if tokenizer.chat_template is None:
+        raise UserError(
+            "the target's tokenizer has no chat template: give plain text (TextPrompts) instead"
+        )
+    options: dict[str, Any] = {"tokenize": False, "enable_thinking": False}
+    return str(
+        tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=add_generation_prompt, **options
+        )
+    )

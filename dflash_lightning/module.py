@@ -1,0 +1,295 @@
+"""The LightningModule: the frozen target and the trainable drafter meet here, and nowhere else."""
+
+import logging
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_cosine_schedule_with_warmup
+
+from dflash_lightning.data.blocks import Batch
+from dflash_lightning.data.datamodule import DFlashDataModule
+from dflash_lightning.data.draft_vocab import most_frequent, to_draft_rows, token_counts
+from dflash_lightning.decoding.greedy import Decoded, speculate
+from dflash_lightning.decoding.proposer import DrafterProposer, decoding_copy
+from dflash_lightning.drafter.attention import AttentionName, training_attention
+from dflash_lightning.drafter.config import DrafterConfig, architecture_differences, drafter_config
+from dflash_lightning.drafter.model import Drafter
+from dflash_lightning.errors import UserError
+from dflash_lightning.losses import LossOutput, chunked_loss
+from dflash_lightning.metrics import AcceptanceBySlot, WeightedMean
+from dflash_lightning.target import OutputHead, Target, TargetConfig, load_target
+
+log = logging.getLogger(__name__)
+
+
+class DFlashModule(pl.LightningModule):
+    """A DFlash drafter in training, with the target it drafts for.
+
+    Checkpoints hold the drafter only: the target is a plain attribute that Lightning neither saves nor casts.
+
+    Args:
+        target: Which language model is drafted for, and where it is tapped.
+        block_size: K: the anchor and the K-1 tokens drafted after it (16 drafts 15).
+        num_layers: Drafter layers (depth); independent of the taps.
+        draft_vocab: How many target tokens the drafter can say, the most frequent in the training answers; null means all.
+        loss_decay_gamma: Slot k weighs exp(-(k-1)/gamma). auto is the paper's: 16 -> 7, 10 -> 5, 8 -> 4. uniform weighs all
+            slots alike.
+        intermediate_size: Width of the drafter's MLP; null takes the target's.
+        lr: Peak learning rate of AdamW.
+        weight_decay: Decay of matrices; norms never decay.
+        warmup_ratio: Share of the steps over which the rate rises linearly; it then falls as a cosine to 0.
+        attention: How training blocks attend: auto (flex on CUDA, chunked elsewhere), dense, chunked or flex.
+        loss_chunk: Slots whose logits exist at once; bounds memory, changes no result.
+    """
+
+    def __init__(
+        self,
+        target: TargetConfig = TargetConfig(),  # noqa: B008
+        block_size: int = 16,
+        num_layers: int = 5,
+        draft_vocab: int | None = None,
+        loss_decay_gamma: float | Literal["auto", "uniform"] = "auto",
+        intermediate_size: int | None = None,
+        lr: float = 6e-4,
+        weight_decay: float = 0.0,
+        warmup_ratio: float = 0.04,
+        attention: AttentionName = "auto",
+        loss_chunk: int = 2048,
+    ) -> None:
+        super().__init__()
+        self.target_config, self.block_size, self.num_layers = target, block_size, num_layers
+        self.draft_vocab, self.loss_decay_gamma = draft_vocab, loss_decay_gamma
+        self.intermediate_size = intermediate_size
+        self.lr, self.weight_decay, self.warmup_ratio = lr, weight_decay, warmup_ratio
+        self.attention: AttentionName = attention
+        self.loss_chunk = loss_chunk
+        self.drafter: Drafter
+        self.target: Target | None = None
+        self.train_loss = WeightedMean()
+        self.val_loss = WeightedMean()
+        self.acceptance = AcceptanceBySlot(block_size - 1)
+        self.supervised_tokens = 0
+        self._head: OutputHead | None = None
+        self._draft_rows: Tensor | None = None
+        self._proposer: DrafterProposer | None = None
+
+    # ---- building -------------------------------------------------------------------------------------------------
+
+    def configure_model(self) -> None:
+        """Load the target onto the training device and build the drafter to its measure (after the data is there)."""
+        if self.target is not None:
+            return
+        data = self._datamodule()
+        self.target = load_target(data.spec, self.trainer.strategy.root_device)
+        self.drafter = Drafter(
+            drafter_config(
+                self.target.config,
+                num_layers=self.num_layers,
+                block_size=self.block_size,
+                mask_token_id=self.target.mask_token_id,
+                target_layer_ids=self.target.target_layer_ids,
+                draft_vocab_size=self.draft_vocab,
+                intermediate_size=self.intermediate_size,
+                target_name=self.target_config.name,
+                target_fingerprint=self.target.fingerprint,
+            )
+        )
+        if self.draft_vocab is not None:
+            counts = token_counts(data.samples["train"], self.target.num_embeddings)
+            self.drafter.draft_ids.copy_(most_frequent(counts, self.draft_vocab))
+            kept = float(counts[self.drafter.draft_ids].sum() / counts.sum())
+            log.info(
+                "draft vocabulary: %d tokens cover %.2f%% of the training answers",
+                self.draft_vocab,
+                100 * kept,
+            )
+
+    def _datamodule(self) -> DFlashDataModule:
+        data = getattr(self.trainer, "datamodule", None)
+        if not isinstance(data, DFlashDataModule):
+            raise UserError("data: DFlashModule needs a DFlashDataModule")
+        return data
+
+    def _draft_head(self) -> OutputHead:
+        """Return the target's head over the draft vocabulary; the rows are copied once."""
+        if self._head is None:
+            assert self.target is not None
+            ids = getattr(self.drafter, "draft_ids", None)
+            if ids is None:
+                self._head = self.target.head
+            else:
+                self._head = self.target.head.rows(ids)
+                self._draft_rows = to_draft_rows(ids, self.target.num_embeddings)
+        return self._head
+
+    # ---- one step -------------------------------------------------------------------------------------------------
+
+    def block_hidden(self, batch: Batch) -> Tensor:
+        """Return the drafter's hidden states `[B, N, K, H]` of a batch's blocks."""
+        assert self.target is not None
+        hidden = batch.target_hidden
+        if hidden is None:
+            hidden = self.target.forward(batch.input_ids, batch.attention_mask.long()).hidden
+        context_length = batch.input_ids.shape[1]
+        positions = torch.arange(context_length, device=self.device).expand(
+            len(batch.input_ids), -1
+        )
+        attend = training_attention(
+            self.attention, batch.anchor_positions, self.block_size, context_length
+        )
+        context = self.drafter.context_key_values(hidden, positions)  # type: ignore[arg-type]
+        noise = self.target.embed(batch.noise_ids.flatten(1))
+        blocks = self.drafter(noise, batch.position_ids.flatten(1), context, attend)
+        return blocks.unflatten(1, batch.noise_ids.shape[1:])
+
+    def block_loss(self, batch: Batch) -> tuple[LossOutput, Tensor, Tensor]:
+        """Return the loss of a batch's labelled slots, its denominator, and whether each slot `[B, N, K-1]` is right."""
+        hidden = self.block_hidden(batch)
+        head = self._draft_head()
+        scored = batch.weights > 0
+        labels, weights = batch.labels[scored], batch.weights[scored]
+        if self._draft_rows is not None:
+            rows = self._draft_rows[labels]
+            weights = weights * (rows >= 0)
+            labels = rows.clamp(min=0)
+        output = chunked_loss(hidden[scored], labels, weights, head, chunk=self.loss_chunk)
+        right = (output.predictions == labels) & (weights > 0)
+        correct = torch.zeros_like(scored).masked_scatter(scored, right)
+        return output, weights.sum(), correct[..., 1:]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the loss's numerator; `on_before_optimizer_step` divides by the denominator of the whole window."""
+        output, denominator, _ = self.block_loss(batch)
+        self.train_loss.update(output.numerator, denominator)
+        self.supervised_tokens += int(batch.loss_mask.sum())
+        return output.numerator
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Turn the accumulated gradient of `sum(w * loss)` into that of `sum(w * loss) / sum(w)`, before clipping."""
+        window = self.all_gather(torch.stack([self.train_loss.total, self.train_loss.weight]))
+        total, weight = window.reshape(-1, 2).sum(dim=0)
+        undo = self.trainer.accumulate_grad_batches * self.trainer.world_size
+        scale = undo / weight.clamp(min=torch.finfo(torch.float32).tiny)
+        for parameter in self.drafter.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale.to(parameter.grad.dtype))
+        if weight > 0:
+            self.log("train/loss", (total / weight).float(), prog_bar=True)
+        self.log("train/supervised_tokens", float(self.supervised_tokens))
+        self.train_loss.reset()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Score a batch against the target's own tokens (teacher-forced)."""
+        output, denominator, correct = self.block_loss(batch)
+        self.val_loss.update(output.numerator, denominator)
+        self.acceptance.update(correct, batch.weights[..., 1:] > 0)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Score a batch of the test split."""
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: list[int], batch_idx: int) -> dict[str, Any]:
+        """Decode one prompt with the drafter; returns the text, the token ids and the accept length."""
+        assert self.target is not None
+        assert self.target.tokenizer is not None
+        decoded = self.decode(torch.tensor(batch), self._datamodule().max_new_tokens)
+        return {
+            "prompt": self.target.tokenizer.decode(batch),
+            "text": self.target.tokenizer.decode(decoded.tokens, skip_special_tokens=True),
+            "token_ids": decoded.tokens,
+            "accept_len": decoded.accept_len,
+        }
+
+    def decode(self, prompt: Tensor, max_new_tokens: int) -> Decoded:
+        """Decode one prompt `[P]` with the current drafter, in the target's dtype."""
+        assert self.target is not None
+        if self._proposer is None:
+            self._proposer = DrafterProposer(
+                decoding_copy(self.drafter, self.target.dtype), self.target
+            )
+        with torch.autocast(self.device.type, enabled=False):
+            return speculate(self.target, self._proposer, prompt, max_new_tokens)
+
+    # ---- epochs ---------------------------------------------------------------------------------------------------
+
+    def on_validation_epoch_end(self) -> None:
+        """Log teacher-forced loss and acceptance under `val/`."""
+        self._log_acceptance("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log teacher-forced loss and acceptance under `test/`."""
+        self._log_acceptance("test")
+
+    def _log_acceptance(self, split: str) -> None:
+        found = self.acceptance.compute()
+        values = {
+            f"{split}/loss": self.val_loss.compute(),
+            f"{split}/accept_len": found["accept_len"],
+            f"{split}/accept_len_full_blocks": found["accept_len_full_blocks"],
+        }
+        for curve, name in (("survival", "accept_rate"), ("marginal", "slot_accuracy")):
+            for slot, value in enumerate(found[curve], start=1):
+                values[f"{split}/{name}/pos_{slot}"] = value
+        self.val_loss.reset()
+        self.acceptance.reset()
+        bar = values.pop(f"{split}/accept_len")
+        self.log(f"{split}/accept_len", bar, prog_bar=True)
+        self.log_dict({key: value for key, value in values.items() if value.isfinite()})
+
+    # ---- optimizer ------------------------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """AdamW on the drafter; linear warm-up, then a cosine to 0 over the run's steps."""
+        parameters = [p for p in self.drafter.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": self.weight_decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        optimizer = AdamW(groups, lr=self.lr)
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule: LambdaLR = get_cosine_schedule_with_warmup(
+            optimizer, round(self.warmup_ratio * steps), steps
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Store the drafter's configuration and the tokens seen beside its weights."""
+        checkpoint["drafter_config"] = self.drafter.config.to_dict()
+        checkpoint["supervised_tokens"] = self.supervised_tokens
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another architecture, by naming the keys.
+
+        Raises:
+            UserError: Architecture, target or draft vocabulary differ from the experiment's.
+        """
+        if "drafter_config" not in checkpoint:
+            raise UserError("ckpt_path: this checkpoint was not written by dflash_lightning")
+        saved = DrafterConfig.from_dict(checkpoint["drafter_config"])
+        differing = architecture_differences(saved, self.drafter.config)
+        if differing:
+            raise UserError(
+                "ckpt_path: the checkpoint's drafter differs from this experiment's in "
+                + "; ".join(differing)
+                + ". Set these keys as saved, or start without ckpt_path"
+            )
+        ids = checkpoint["state_dict"].get("drafter.draft_ids")
+        if ids is not None and not torch.equal(ids, self.drafter.draft_ids.cpu()):
+            if self.trainer.training:
+                raise UserError(
+                    "ckpt_path: the draft vocabulary differs: the training answers are not those of the checkpoint"
+                )
+            log.info("draft vocabulary: taken from the checkpoint")
+        self._head = self._draft_rows = self._proposer = None
+        self.supervised_tokens = checkpoint["supervised_tokens"]
+
+    def save_drafter(self, folder: Path) -> None:
+        """Write the drafter as a folder (config.json, model.safetensors) that `Drafter.from_pretrained` loads."""
+        self.drafter.save_pretrained(folder)
