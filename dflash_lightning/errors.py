@@ -2,4 +2,7 @@
 
 
 class UserError(ValueError):
-    """Bad input from the user. The command line prints its message as one line, without traceback."""
+    """Bad input from the user.
+
+    The command line prints its message as one line, without traceback.
+    """

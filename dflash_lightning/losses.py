@@ -1,7 +1,8 @@
-"""Losses over block slots, computed in float32 and in chunks, so that logits over the vocabulary never exist at once.
+"""Losses over block slots, computed in float32 and in chunks.
 
-The loss of a step is `sum(w * loss) / sum(w)`. `chunked_loss` returns the numerator; the module divides by the
-denominator of the whole accumulation window, over all ranks, so that grouping samples differently changes nothing.
+So logits over the vocabulary never exist at once. The loss of a step is `sum(w * loss) / sum(w)`.
+`chunked_loss` returns the numerator; the module divides by the denominator of the whole
+accumulation window, over all ranks, so that grouping samples differently changes nothing.
 """
 
 from collections.abc import Callable
@@ -17,13 +18,16 @@ Head = Callable[[Tensor], Tensor]
 
 
 def token_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy `[M]` in nats of float32 logits `[M, Vd]` against label rows `[M]`."""
+    """Return the cross-entropy `[M]` in nats of float32 logits `[M, Vd]` for label rows `[M]`."""
     return cross_entropy(logits, labels, reduction="none")
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """`numerator` is `sum(w * loss)`, differentiable; `slot_loss` `[M]` and `predictions` `[M]` are detached."""
+    """`numerator` is `sum(w * loss)`, differentiable.
+
+    `slot_loss` `[M]` and `predictions` `[M]` are detached.
+    """
 
     numerator: Tensor
     slot_loss: Tensor
@@ -40,8 +44,8 @@ def chunked_loss(
 ) -> LossOutput:
     """Return the weighted loss of M slots, holding the logits of only `chunk` slots at a time.
 
-    The gradient with respect to `hidden` is formed in the forward pass, chunk by chunk; backward only scales it. The head
-    is frozen and gets none.
+    The gradient with respect to `hidden` is formed in the forward pass, chunk by chunk; backward
+    only scales it. The head is frozen and gets none.
 
     Args:
         hidden: Final-normed drafter states `[M, H]`.
@@ -73,24 +77,33 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             states = hidden[part].detach().requires_grad_(gradient is not None)
-            with torch.enable_grad():
-                logits = head(states).to(torch.promote_types(hidden.dtype, torch.float32))
-                loss = slot_loss(logits, labels[part])
-                weighted = (loss * weights[part]).sum()
-            if gradient is not None:
-                (gradient[part],) = torch.autograd.grad(weighted, states)
-            losses.append(loss.detach())
-            predictions.append(logits.detach().argmax(dim=-1))
+            loss, said, slope = _chunk(states, labels[part], weights[part], head, slot_loss)
+            if gradient is not None and slope is not None:
+                gradient[part] = slope
+            losses.append(loss)
+            predictions.append(said)
         if not losses:
             empty = hidden.new_zeros(0, dtype=torch.float32)
             losses, predictions = [empty], [labels[:0]]
         ctx.save_for_backward(gradient)
-        slot_losses, said = torch.cat(losses), torch.cat(predictions)
-        ctx.mark_non_differentiable(slot_losses, said)
-        return (slot_losses * weights).sum(), slot_losses, said
+        slot_losses, spoken = torch.cat(losses), torch.cat(predictions)
+        ctx.mark_non_differentiable(slot_losses, spoken)
+        return (slot_losses * weights).sum(), slot_losses, spoken
 
     @staticmethod
     def backward(ctx: Any, grad_numerator: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         scaled = None if gradient is None else gradient * grad_numerator.to(gradient.dtype)
         return scaled, None, None, None, None, None
+
+
+def _chunk(
+    states: Tensor, labels: Tensor, weights: Tensor, head: Head, slot_loss: SlotLoss
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return losses, predictions and the gradient to `states`; the logits end with the call."""
+    with torch.enable_grad():
+        logits = head(states).to(torch.promote_types(states.dtype, torch.float32))
+        loss = slot_loss(logits, labels)
+        weighted = (loss * weights).sum()
+    slope = torch.autograd.grad(weighted, states)[0] if states.requires_grad else None
+    return loss.detach(), logits.detach().argmax(dim=-1), slope

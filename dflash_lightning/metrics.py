@@ -1,9 +1,9 @@
-"""Acceptance by slot: pure functions on tensors of blocks, and torchmetrics that only accumulate their sums.
+"""Acceptance by slot: pure functions on blocks, and torchmetrics that only accumulate their sums.
 
 Three curves, never mixed (all over slots 1..K-1):
 `marginal[k]` how often slot k alone is right; `survival[k]` how often slots 1..k are all right;
-`conditional[k] = survival[k] / survival[k-1]`. The accept length is 1 (the bonus token) plus the mean number of leading right
-slots; a product of marginals is not that, since slots are correlated.
+`conditional[k] = survival[k] / survival[k-1]`. The accept length is 1 (the bonus token) plus the
+mean number of leading right slots; a product of marginals is not that, since slots are correlated.
 """
 
 from typing import Any
@@ -16,7 +16,8 @@ from torchmetrics import Metric
 def leading(correct: Tensor, valid: Tensor) -> Tensor:
     """Return `[..., K-1]` bool: true while every slot so far is valid and right.
 
-    >>> leading(torch.tensor([[True, True, False, True]]), torch.ones(1, 4, dtype=torch.bool)).tolist()
+    >>> correct = torch.tensor([[True, True, False, True]])
+    >>> leading(correct, torch.ones_like(correct)).tolist()
     [[True, True, False, False]]
     """
     return (correct & valid).long().cumprod(dim=-1).bool()
@@ -30,9 +31,10 @@ def slot_counts(correct: Tensor, valid: Tensor) -> dict[str, Tensor]:
         valid: Whether slot k has a label, `[M, K-1]` bool.
 
     Returns:
-        `right`, `scored`, `survived`, `reached` `[K-1]`: slot right / slot has a label / slots 1..k all right /
-        slots 1..k all have labels; `full_survived` and `full_blocks`: leading right slots and number of the blocks whose
-        slots all have labels; `blocks` and `accepted`: the same of all blocks with at least one labelled slot.
+        `right`, `scored`, `survived`, `reached` `[K-1]`: slot right / slot has a label / slots 1..k
+        all right / slots 1..k all have labels; `full_accepted` and `full_blocks`: leading right
+        slots and number of the blocks whose slots all have labels; `accepted` and `blocks`: the
+        same of all blocks with at least one labelled slot.
     """
     survived = leading(correct, valid)
     reached = valid.long().cumprod(dim=-1).bool()
@@ -50,7 +52,10 @@ def slot_counts(correct: Tensor, valid: Tensor) -> dict[str, Tensor]:
 
 
 def curves(counts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return `marginal`, `survival`, `conditional` `[K-1]` from the sums of `slot_counts`; NaN where nothing was counted."""
+    """Return `marginal`, `survival`, `conditional` `[K-1]` from the sums of `slot_counts`.
+
+    NaN where nothing was counted.
+    """
     survival = counts["survived"] / counts["reached"]
     before = torch.cat([torch.ones_like(survival[:1]), survival[:-1]])
     return {
@@ -61,10 +66,14 @@ def curves(counts: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class AcceptanceBySlot(Metric):
-    """Teacher-forced acceptance of drafted blocks, slot by slot; one vector state, so batches may be split anyhow."""
+    """Teacher-forced acceptance of drafted blocks, slot by slot.
+
+    One vector state, so batches may be split anyhow.
+    """
 
     full_state_update = False
     higher_is_better = True
+    right: Tensor
 
     def __init__(self, num_slots: int, **kwargs: Any) -> None:
         """Make a metric over blocks of `num_slots` = K-1 drafted slots."""
@@ -83,7 +92,7 @@ class AcceptanceBySlot(Metric):
             setattr(self, name, getattr(self, name) + count)
 
     def compute(self) -> dict[str, Tensor]:
-        """Return the curves `[K-1]`, and `accept_len` and `accept_len_full_blocks` (bonus token included).
+        """Return the curves `[K-1]`, `accept_len` and `accept_len_full_blocks` (bonus included).
 
         Raises:
             ValueError: No block was scored.
@@ -104,6 +113,8 @@ class WeightedMean(Metric):
     """`sum(w * x) / sum(w)` over everything seen, in float64."""
 
     full_state_update = False
+    total: Tensor
+    weight: Tensor
 
     def __init__(self, **kwargs: Any) -> None:
         """Make an empty mean."""

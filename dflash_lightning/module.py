@@ -1,11 +1,13 @@
 """The LightningModule: the frozen target and the trainable drafter meet here, and nowhere else."""
 
 import logging
+import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -30,20 +32,24 @@ log = logging.getLogger(__name__)
 class DFlashModule(pl.LightningModule):
     """A DFlash drafter in training, with the target it drafts for.
 
-    Checkpoints hold the drafter only: the target is a plain attribute that Lightning neither saves nor casts.
+    Checkpoints hold the drafter only: the target is a plain attribute that Lightning neither saves
+    nor casts.
 
     Args:
         target: Which language model is drafted for, and where it is tapped.
         block_size: K: the anchor and the K-1 tokens drafted after it (16 drafts 15).
         num_layers: Drafter layers (depth); independent of the taps.
-        draft_vocab: How many target tokens the drafter can say, the most frequent in the training answers; null means all.
-        loss_decay_gamma: Slot k weighs exp(-(k-1)/gamma). auto is the paper's: 16 -> 7, 10 -> 5, 8 -> 4. uniform weighs all
-            slots alike.
+        draft_vocab: How many target tokens the drafter can say, the most frequent in the training
+            answers; null means all.
+        loss_decay_gamma: Slot k weighs exp(-(k-1)/gamma). auto is the paper's: 16 -> 7, 10 -> 5,
+            8 -> 4. uniform weighs all slots alike.
         intermediate_size: Width of the drafter's MLP; null takes the target's.
         lr: Peak learning rate of AdamW.
         weight_decay: Decay of matrices; norms never decay.
-        warmup_ratio: Share of the steps over which the rate rises linearly; it then falls as a cosine to 0.
-        attention: How training blocks attend: auto (flex on CUDA, chunked elsewhere), dense, chunked or flex.
+        warmup_ratio: Share of the steps over which the rate rises linearly; it then falls as a
+            cosine to 0.
+        attention: How training blocks attend: auto (flex on CUDA, chunked elsewhere), dense,
+            chunked or flex.
         loss_chunk: Slots whose logits exist at once; bounds memory, changes no result.
     """
 
@@ -76,12 +82,15 @@ class DFlashModule(pl.LightningModule):
         self.supervised_tokens = 0
         self._head: OutputHead | None = None
         self._draft_rows: Tensor | None = None
-        self._proposer: DrafterProposer | None = None
+        self._train_position: dict[str, int] | None = None
 
-    # ---- building -------------------------------------------------------------------------------------------------
+    # ---- building --------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
-        """Load the target onto the training device and build the drafter to its measure (after the data is there)."""
+        """Load the target onto the training device and build the drafter to its measure.
+
+        Runs after the data is there.
+        """
         if self.target is not None:
             return
         data = self._datamodule()
@@ -100,14 +109,19 @@ class DFlashModule(pl.LightningModule):
             )
         )
         if self.draft_vocab is not None:
+            self._choose_draft_vocab(data, self.draft_vocab)
+
+    def _choose_draft_vocab(self, data: DFlashDataModule, size: int) -> None:
+        """Count on the CPU: Lightning makes new tensors on the training device here."""
+        assert self.target is not None
+        with torch.device("cpu"):
             counts = token_counts(data.samples["train"], self.target.num_embeddings)
-            self.drafter.draft_ids.copy_(most_frequent(counts, self.draft_vocab))
-            kept = float(counts[self.drafter.draft_ids].sum() / counts.sum())
-            log.info(
-                "draft vocabulary: %d tokens cover %.2f%% of the training answers",
-                self.draft_vocab,
-                100 * kept,
-            )
+            ids = most_frequent(counts, size)
+        self.drafter.draft_ids.copy_(ids)
+        kept = float(counts[ids].sum() / counts.sum())
+        log.info(
+            "draft vocabulary: %d tokens cover %.2f%% of the training answers", size, 100 * kept
+        )
 
     def _datamodule(self) -> DFlashDataModule:
         data = getattr(self.trainer, "datamodule", None)
@@ -127,14 +141,15 @@ class DFlashModule(pl.LightningModule):
                 self._draft_rows = to_draft_rows(ids, self.target.num_embeddings)
         return self._head
 
-    # ---- one step -------------------------------------------------------------------------------------------------
+    # ---- one step --------------------------------------------------------------------------------
 
     def block_hidden(self, batch: Batch) -> Tensor:
         """Return the drafter's hidden states `[B, N, K, H]` of a batch's blocks."""
         assert self.target is not None
         hidden = batch.target_hidden
         if hidden is None:
-            hidden = self.target.forward(batch.input_ids, batch.attention_mask.long()).hidden
+            output = self.target.forward(batch.input_ids, batch.attention_mask.long())
+            hidden = cast(Tensor, output.hidden)
         context_length = batch.input_ids.shape[1]
         positions = torch.arange(context_length, device=self.device).expand(
             len(batch.input_ids), -1
@@ -142,13 +157,16 @@ class DFlashModule(pl.LightningModule):
         attend = training_attention(
             self.attention, batch.anchor_positions, self.block_size, context_length
         )
-        context = self.drafter.context_key_values(hidden, positions)  # type: ignore[arg-type]
+        context = self.drafter.context_key_values(hidden, positions)
         noise = self.target.embed(batch.noise_ids.flatten(1))
         blocks = self.drafter(noise, batch.position_ids.flatten(1), context, attend)
         return blocks.unflatten(1, batch.noise_ids.shape[1:])
 
     def block_loss(self, batch: Batch) -> tuple[LossOutput, Tensor, Tensor]:
-        """Return the loss of a batch's labelled slots, its denominator, and whether each slot `[B, N, K-1]` is right."""
+        """Return the loss of a batch's labelled slots, its denominator, and which slots are right.
+
+        Whether each slot is right is `[B, N, K-1]` bool.
+        """
         hidden = self.block_hidden(batch)
         head = self._draft_head()
         scored = batch.weights > 0
@@ -163,18 +181,25 @@ class DFlashModule(pl.LightningModule):
         return output, weights.sum(), correct[..., 1:]
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the loss's numerator; `on_before_optimizer_step` divides by the denominator of the whole window."""
+        """Return the loss's numerator.
+
+        `on_before_optimizer_step` divides by the denominator of the whole window.
+        """
         output, denominator, _ = self.block_loss(batch)
         self.train_loss.update(output.numerator, denominator)
         self.supervised_tokens += int(batch.loss_mask.sum())
         return output.numerator
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Turn the accumulated gradient of `sum(w * loss)` into that of `sum(w * loss) / sum(w)`, before clipping."""
-        window = self.all_gather(torch.stack([self.train_loss.total, self.train_loss.weight]))
+        """Turn the accumulated gradient of `sum(w * loss)` into that of `sum(w * loss) / sum(w)`.
+
+        Before clipping.
+        """
+        sums = torch.stack([self.train_loss.total, self.train_loss.weight])
+        window = cast(Tensor, self.all_gather(sums))
         total, weight = window.reshape(-1, 2).sum(dim=0)
         undo = self.trainer.accumulate_grad_batches * self.trainer.world_size
-        scale = undo / weight.clamp(min=torch.finfo(torch.float32).tiny)
+        scale = torch.where(weight > 0, undo / weight, 0.0)
         for parameter in self.drafter.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(scale.to(parameter.grad.dtype))
@@ -194,7 +219,7 @@ class DFlashModule(pl.LightningModule):
         self.validation_step(batch, batch_idx)
 
     def predict_step(self, batch: list[int], batch_idx: int) -> dict[str, Any]:
-        """Decode one prompt with the drafter; returns the text, the token ids and the accept length."""
+        """Decode one prompt with the drafter; returns text, token ids and accept length."""
         assert self.target is not None
         assert self.target.tokenizer is not None
         decoded = self.decode(torch.tensor(batch), self._datamodule().max_new_tokens)
@@ -208,14 +233,22 @@ class DFlashModule(pl.LightningModule):
     def decode(self, prompt: Tensor, max_new_tokens: int) -> Decoded:
         """Decode one prompt `[P]` with the current drafter, in the target's dtype."""
         assert self.target is not None
-        if self._proposer is None:
-            self._proposer = DrafterProposer(
-                decoding_copy(self.drafter, self.target.dtype), self.target
-            )
+        proposer = DrafterProposer(decoding_copy(self.drafter, self.target.dtype), self.target)
         with torch.autocast(self.device.type, enabled=False):
-            return speculate(self.target, self._proposer, prompt, max_new_tokens)
+            return speculate(self.target, proposer, prompt, max_new_tokens)
 
-    # ---- epochs ---------------------------------------------------------------------------------------------------
+    # ---- epochs ----------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Forget a window that an earlier fit left unfinished, and place a resumed train loader.
+
+        Lightning places it only if nothing has asked for the number of batches before it resumes.
+        """
+        self.train_loss.reset()
+        loader = self.trainer.train_dataloader
+        if self._train_position is not None and loader is not None:
+            loader.load_state_dict(self._train_position)
+        self._train_position = None
 
     def on_validation_epoch_end(self) -> None:
         """Log teacher-forced loss and acceptance under `val/`."""
@@ -241,9 +274,9 @@ class DFlashModule(pl.LightningModule):
         self.log(f"{split}/accept_len", bar, prog_bar=True)
         self.log_dict({key: value for key, value in values.items() if value.isfinite()})
 
-    # ---- optimizer ------------------------------------------------------------------------------------------------
+    # ---- optimizer -------------------------------------------------------------------------------
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW on the drafter; linear warm-up, then a cosine to 0 over the run's steps."""
         parameters = [p for p in self.drafter.parameters() if p.requires_grad]
         groups = [
@@ -251,18 +284,25 @@ class DFlashModule(pl.LightningModule):
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
         optimizer = AdamW(groups, lr=self.lr)
+        if math.isinf(self.trainer.estimated_stepping_batches):
+            raise UserError(
+                "trainer.max_epochs: the cosine needs an end; set it or trainer.max_steps"
+            )
         steps = int(self.trainer.estimated_stepping_batches)
         schedule: LambdaLR = get_cosine_schedule_with_warmup(
             optimizer, round(self.warmup_ratio * steps), steps
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    # ---- checkpoints ----------------------------------------------------------------------------------------------
+    # ---- checkpoints -----------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store the drafter's configuration and the tokens seen beside its weights."""
         checkpoint["drafter_config"] = self.drafter.config.to_dict()
         checkpoint["supervised_tokens"] = self.supervised_tokens
+        loader = self.trainer.train_dataloader
+        if loader is not None:
+            checkpoint["train_position"] = loader.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another architecture, by naming the keys.
@@ -284,12 +324,17 @@ class DFlashModule(pl.LightningModule):
         if ids is not None and not torch.equal(ids, self.drafter.draft_ids.cpu()):
             if self.trainer.training:
                 raise UserError(
-                    "ckpt_path: the draft vocabulary differs: the training answers are not those of the checkpoint"
+                    "ckpt_path: the draft vocabulary differs: the training answers are not those "
+                    "of the checkpoint"
                 )
             log.info("draft vocabulary: taken from the checkpoint")
-        self._head = self._draft_rows = self._proposer = None
+        self._head = self._draft_rows = None
         self.supervised_tokens = checkpoint["supervised_tokens"]
+        self._train_position = checkpoint.get("train_position") if self.trainer.training else None
 
     def save_drafter(self, folder: Path) -> None:
-        """Write the drafter as a folder (config.json, model.safetensors) that `Drafter.from_pretrained` loads."""
+        """Write the drafter as a folder that `Drafter.from_pretrained` loads.
+
+        It holds config.json and model.safetensors.
+        """
         self.drafter.save_pretrained(folder)

@@ -1,14 +1,14 @@
 """The frozen target LM: its embedding, its head, its tapped hidden states.
 
-A `Target` is a plain object, not a `torch.nn.Module`, on purpose: a LightningModule that holds one neither saves,
-casts, synchronises nor switches it to train mode.
+A `Target` is a plain object, not a `torch.nn.Module`, on purpose: a LightningModule that holds one
+neither saves, casts, synchronises nor switches it to train mode.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,23 +30,29 @@ class TargetConfig:
     """Which language model is drafted for, and where the drafter looks into it."""
 
     name: str = EMBEDDED_TARGET
-    """Hub id (Qwen/Qwen3-4B), local folder, .gguf file, or package://PACKAGE/FILE for a file inside an installed package."""
+    """Hub id (Qwen/Qwen3-4B), local folder, .gguf file, or package://PACKAGE/FILE for a file inside
+    an installed package."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Precision in which the frozen target is kept and run."""
     revision: str | None = None
     """Hub revision (branch, tag or commit); null takes the default branch."""
     num_taps: int = 5
-    """How many target layers the drafter sees, spread by the paper's rule; unused when target_layer_ids is given."""
+    """How many target layers the drafter sees, spread by the paper's rule; unused when
+    target_layer_ids is given."""
     target_layer_ids: list[int] | None = None
-    """Explicit tapped layers: id i is the output of decoder layer i, counted from 0; the last layer may not be tapped."""
+    """Explicit tapped layers: id i is the output of decoder layer i, counted from 0; the last layer
+    may not be tapped."""
     mask_token_id: int | None = None
-    """Embedding row that stands for a masked slot; null takes the tokenizer's mask token, else the first row beyond
-    the tokenizer, else a reserved special token. Never pad, eos or bos."""
+    """Embedding row that stands for a masked slot; null takes the tokenizer's mask token, else the
+    first row beyond the tokenizer, else a reserved special token. Never pad, eos or bos."""
 
 
 @dataclass
 class TargetOutput:
-    """What one target forward gives: `logits` `[B, n, V]` of the last n positions, `hidden` `[B, S, T*H]` or None."""
+    """What one target forward gives.
+
+    `logits` `[B, n, V]` of the last n positions, `hidden` `[B, S, T*H]` or None.
+    """
 
     logits: Tensor
     hidden: Tensor | None
@@ -54,7 +60,10 @@ class TargetOutput:
 
 @dataclass(frozen=True)
 class OutputHead:
-    """The target's output head, borrowed by reference: weight `[V, H]`, bias `[V]`, scale and soft-cap of the logits."""
+    """The target's output head, borrowed by reference.
+
+    Weight `[V, H]`, bias `[V]`, scale and soft-cap of the logits.
+    """
 
     weight: Tensor
     bias: Tensor | None = None
@@ -62,7 +71,7 @@ class OutputHead:
     softcap: float | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return logits `[..., V]` in the weight's dtype for final-normed hidden states `[..., H]`."""
+        """Return logits `[..., V]` in the weight's dtype for final-normed states `[..., H]`."""
         logits = nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
         if self.scale != 1.0:
             logits = logits * self.scale
@@ -99,7 +108,7 @@ class Target:
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config(decoder=True)
         self.fingerprint = fingerprint
-        self._embedding = model.get_input_embeddings()
+        self._embedding = cast(nn.Embedding, model.get_input_embeddings())
         self._layers = _decoder_layers(model, self.config.num_hidden_layers)
         self.target_layer_ids = check_layer_ids(target_layer_ids, len(self._layers))
         self.mask_token_id = check_mask_token_id(
@@ -131,7 +140,7 @@ class Target:
     def to(self, device: torch.device) -> "Target":
         """Move the weights; returns self."""
         if self.device != device:
-            self.model.to(device)  # type: ignore[arg-type]
+            self.model.to(device)
             self.head = _output_head(self.model, self.config)
         return self
 
@@ -175,7 +184,10 @@ class Target:
     def features(
         self, input_ids: Tensor, attention_mask: Tensor, layer_ids: Sequence[int]
     ) -> list[Tensor]:
-        """Return the outputs `[B, S, H]` of the given decoder layers for right-padded `input_ids` `[B, S]`; no head."""
+        """Return the outputs `[B, S, H]` of the given decoder layers, without the head.
+
+        The `input_ids` `[B, S]` are right-padded.
+        """
         with _captured([self._layers[i] for i in layer_ids]) as taps:
             self.model.base_model(
                 input_ids=input_ids, attention_mask=attention_mask, use_cache=False
@@ -185,7 +197,7 @@ class Target:
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """A target resolved on disk, its weights not loaded: all that data preparation needs to know."""
+    """A target resolved on disk, its weights not loaded: all that data preparation must know."""
 
     folder: Path
     dtype: str
@@ -230,7 +242,7 @@ def load_target(spec: TargetSpec, device: torch.device | str = "cpu") -> Target:
     Raises:
         UserError: A head or embedding that can't be borrowed.
     """
-    model = AutoModelForCausalLM.from_pretrained(spec.folder, dtype=getattr(torch, spec.dtype))
+    model: Any = AutoModelForCausalLM.from_pretrained(spec.folder, dtype=getattr(torch, spec.dtype))
     return Target(
         model.to(device),
         spec.tokenizer,
@@ -256,14 +268,15 @@ def default_layer_ids(num_layers: int, num_taps: int) -> list[int]:
     [15]
 
     Raises:
-        UserError: The target has too few layers for that many distinct taps (it needs `num_taps + 3`).
+        UserError: The target has too few layers for that many distinct taps (it needs
+            `num_taps + 3`).
     """
     if num_taps < 1:
         raise UserError(f"model.target.num_taps: needs at least 1, got {num_taps}")
     if num_layers < num_taps + 3:
         raise UserError(
-            f"model.target.num_taps: {num_taps} distinct taps need {num_taps + 3} target layers, this target has "
-            f"{num_layers}; take fewer taps or give model.target.target_layer_ids"
+            f"model.target.num_taps: {num_taps} distinct taps need {num_taps + 3} target layers, "
+            f"this target has {num_layers}; take fewer taps or give model.target.target_layer_ids"
         )
     if num_taps == 1:
         return [num_layers // 2]
@@ -273,13 +286,15 @@ def default_layer_ids(num_layers: int, num_taps: int) -> list[int]:
 def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> list[int]:
     """Return the ids as a list if they are distinct, ascending and below the last layer (0 .. L-2).
 
-    The last layer is refused because Hugging Face returns it after the final norm, unlike all others.
+    The last layer is refused because Hugging Face returns it after the final norm, unlike all
+    others.
     """
     ids = list(layer_ids)
     if not ids or ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] > num_layers - 2:
         raise UserError(
-            f"model.target.target_layer_ids: {ids} must be distinct, ascending and within 0..{num_layers - 2} "
-            f"(the target has {num_layers} layers and the last may not be tapped)"
+            f"model.target.target_layer_ids: {ids} must be distinct, ascending and within "
+            f"0..{num_layers - 2} (the target has {num_layers} layers and the last may not be "
+            "tapped)"
         )
     return ids
 
@@ -300,11 +315,13 @@ def check_mask_token_id(token_id: int, num_embeddings: int, reserved: dict[int, 
     """Return `token_id` if it is an existing embedding row that is not pad, eos or bos."""
     if not 0 <= token_id < num_embeddings:
         raise UserError(
-            f"model.target.mask_token_id: {token_id} is outside the target's embedding (rows 0..{num_embeddings - 1})"
+            f"model.target.mask_token_id: {token_id} is outside the target's embedding "
+            f"(rows 0..{num_embeddings - 1})"
         )
     if token_id in reserved:
         raise UserError(
-            f"model.target.mask_token_id: {token_id} is the target's {reserved[token_id]} token; take an unused row"
+            f"model.target.mask_token_id: {token_id} is the target's {reserved[token_id]} token; "
+            "take an unused row"
         )
     return token_id
 
@@ -312,26 +329,29 @@ def check_mask_token_id(token_id: int, num_embeddings: int, reserved: dict[int, 
 def choose_mask_token_id(
     tokenizer: PreTrainedTokenizerBase, num_embeddings: int, reserved: dict[int, str]
 ) -> int:
-    """Return the tokenizer's mask token, else the first row beyond the tokenizer, else a reserved special token.
+    """Return the embedding row of a masked slot.
 
-    For Qwen3 this is 151669, the row z-lab's drafters use. Special tokens that occur in the chat template are not taken.
+    The tokenizer's mask token, else the first row beyond the tokenizer, else a reserved special
+    token. For Qwen3 this is 151669, the row z-lab's drafters use. Special tokens that occur in the
+    chat template are not taken.
 
     Raises:
         UserError: Nothing fits; the user must name a row.
     """
     if tokenizer.mask_token_id is not None:
         return int(tokenizer.mask_token_id)
-    if len(tokenizer) < num_embeddings:
-        return len(tokenizer)
+    vocab = tokenizer.get_vocab()
+    spare = max(vocab.values()) + 1  # not len(tokenizer): ids may have gaps
+    if spare < num_embeddings:
+        return spare
     template = str(tokenizer.chat_template or "")
-    special = sorted(
-        (i, t) for t, i in tokenizer.get_vocab().items() if t in set(tokenizer.all_special_tokens)
-    )
+    names = set(tokenizer.all_special_tokens)
+    special = sorted((i, token) for token, i in vocab.items() if token in names)
     free = [i for i, token in special if i not in reserved and token not in template]
     if not free:
         raise UserError(
-            "model.target.mask_token_id: this target has no mask token, no spare embedding row and no unused special "
-            "token; name an embedding row that the training data never uses"
+            "model.target.mask_token_id: this target has no mask token, no spare embedding row and "
+            "no unused special token; name an embedding row that the training data never uses"
         )
     return free[-1]
 
@@ -339,7 +359,10 @@ def choose_mask_token_id(
 def stop_token_ids(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> frozenset[int]:
-    """Return every id that ends generation, from the generation config, the model config and the tokenizer."""
+    """Return every id that ends generation.
+
+    From the generation config, the model config and the tokenizer.
+    """
     found: set[int] = set()
     for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
         value = getattr(holder, "eos_token_id", None)
@@ -413,9 +436,11 @@ def _check_borrowed_parts(target: Target) -> None:
     name = type(target.model).__name__
     if not torch.allclose(entered[0], target.embed(ids), rtol=1e-2, atol=1e-3):
         raise UserError(
-            f"model.target.name: {name} adds something to its embedding (learned positions?): not supported"
+            f"model.target.name: {name} adds something to its embedding (learned positions?): "
+            "not supported"
         )
     if not torch.allclose(logits.float(), target.head(final).float(), rtol=2e-2, atol=1e-2):
         raise UserError(
-            f"model.target.name: the logits of {name} are not its head over its last hidden state: not supported"
+            f"model.target.name: the logits of {name} are not its head over its last hidden state: "
+            "not supported"
         )

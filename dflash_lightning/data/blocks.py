@@ -1,7 +1,9 @@
-"""Anchored masked blocks: where blocks start, what the drafter sees in them, what it should say, and how much it counts.
+"""Anchored masked blocks.
 
-A block is `[anchor token, MASK x (K-1)]` at positions `a .. a+K-1`. Slot `k` predicts the token AT position `a + k`;
-slot 0 predicts nothing, so K=16 drafts 15 tokens (arXiv 2602.06036, section 4).
+Where blocks start, what the drafter sees in them, what it should say, and how much it counts.
+
+A block is `[anchor token, MASK x (K-1)]` at positions `a .. a+K-1`. Slot `k` predicts the token AT
+position `a + k`; slot 0 predicts nothing, so K=16 drafts 15 tokens (arXiv 2602.06036, section 4).
 """
 
 from abc import ABC, abstractmethod
@@ -35,7 +37,8 @@ class Batch(NamedTuple):
     labels: Tensor
     """Token at each slot's position `[B, N, K]`; 0 where the weight is 0."""
     weights: Tensor
-    """Loss weight of each slot `[B, N, K]`, float32; 0 for slot 0, dead blocks and unsupervised labels."""
+    """Loss weight of each slot `[B, N, K]`, float32; 0 for slot 0, dead blocks and unsupervised
+    labels."""
     position_ids: Tensor
     """Absolute position of each slot `[B, N, K]`."""
     target_hidden: Tensor | None = None
@@ -69,7 +72,7 @@ class RandomAnchors(Anchors):
 
 
 def anchor_candidates(loss_mask: Tensor, document_ids: Tensor | None = None) -> Tensor:
-    """Return the positions `[C]` whose own token and next token are supervised (in the same document).
+    """Return positions `[C]` whose own token and next token are supervised (in the same document).
 
     >>> anchor_candidates(torch.tensor([False, True, True, True, False, True]))
     tensor([1, 2])
@@ -81,13 +84,18 @@ def anchor_candidates(loss_mask: Tensor, document_ids: Tensor | None = None) -> 
 
 
 def anchor_generator(seed: int, epoch: int, sample: int) -> torch.Generator:
-    """Return a generator that depends on (seed, epoch, sample) only, so that a resumed run sees the same anchors."""
+    """Return a generator that depends on (seed, epoch, sample) only.
+
+    So a resumed run sees the same anchors.
+    """
     state = np.random.SeedSequence((seed, epoch, sample)).generate_state(1, np.uint64)[0]
     return torch.Generator().manual_seed(int(state) >> 1)
 
 
 def default_gamma(block_size: int) -> float:
-    """Return the paper's loss decay for a block size: 16 -> 7, 10 -> 5, 8 -> 4; straight lines between and beyond.
+    """Return the paper's loss decay for a block size: 16 -> 7, 10 -> 5, 8 -> 4.
+
+    Straight lines between and beyond.
 
     >>> [default_gamma(k) for k in (4, 8, 10, 16)]
     [2.0, 4.0, 5.0, 7.0]
@@ -96,7 +104,9 @@ def default_gamma(block_size: int) -> float:
 
 
 def position_weights(block_size: int, gamma: float | None) -> Tensor:
-    """Return the slots' loss weights `[K]`: 0 for slot 0, then `exp(-(k - 1) / gamma)`, or 1 where gamma is None.
+    """Return the slots' loss weights `[K]`.
+
+    0 for slot 0, then `exp(-(k - 1) / gamma)`, or 1 where gamma is None.
 
     >>> position_weights(3, None)
     tensor([0., 1., 1.])
@@ -120,7 +130,8 @@ def make_blocks(
         weights: Position weights `[K]`.
 
     Returns:
-        `anchor_positions`, `block_keep_mask` `[N]`; `noise_ids`, `labels`, `weights`, `position_ids` `[N, K]`.
+        `anchor_positions`, `block_keep_mask` `[N]`; `noise_ids`, `labels`, `weights`,
+        `position_ids` `[N, K]`.
     """
     if len(anchors) > num_blocks:
         raise UserError(f"data.anchors: {len(anchors)} anchors do not fit into {num_blocks} blocks")
@@ -146,7 +157,10 @@ def make_blocks(
 
 @dataclass(frozen=True)
 class BlockCollator:
-    """Samples -> `Batch`. Each item is (sample index, epoch, sample, tapped states `[S, T*H]` or None)."""
+    """Samples -> `Batch`.
+
+    Each item is (sample index, epoch, sample, tapped states `[S, T*H]` or None).
+    """
 
     anchors: Anchors
     block_size: int

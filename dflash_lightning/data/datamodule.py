@@ -55,14 +55,14 @@ class DFlashDataModule(pl.LightningDataModule):
         target: The target; linked to `model.target`, say it there.
         block_size: Linked to `model.block_size`, say it there.
         loss_decay_gamma: Linked to `model.loss_decay_gamma`, say it there.
-        responses: `target`: the frozen target answers the prompts greedily, once (the paper's way). `given`: supervise the
-            answers that the prompts come with, or all of a plain text.
+        responses: `target`: the frozen target answers the prompts greedily, once (the paper's way).
+            `given`: supervise the answers that the prompts come with, or all of a plain text.
         max_new_tokens: Longest answer of the target, in tokens.
         max_length: Longest sample, in tokens; the rest is cut off.
         anchors: The rule that picks anchors, and how many a sample.
         batch_size: Samples per step.
-        features: `store`: the target's tapped states are computed once and kept on disk. `online`: the target runs in
-            every step.
+        features: `store`: the target's tapped states are computed once and kept on disk. `online`:
+            the target runs in every step.
         cache_dir: Where answers, states and converted targets are kept; null takes $DFLASH_CACHE or
             ~/.cache/dflash_lightning.
         seed: Seed of the order of samples and of the anchors.
@@ -107,7 +107,7 @@ class DFlashDataModule(pl.LightningDataModule):
         return inspect_target(self.target, self.cache_dir)
 
     def prepare_data(self) -> None:
-        """Make what the cache lacks: the target's answers, and its tapped states where they are stored."""
+        """Make what the cache lacks: the target's answers, and its tapped states where stored."""
         log.info("cache: %s (set data.cache_dir or DFLASH_CACHE to move it)", self.cache_dir)
         self._build()
 
@@ -165,10 +165,16 @@ class DFlashDataModule(pl.LightningDataModule):
             messages.pop()
         if not messages:
             raise UserError(f"{prompt.source}: the chat has no user turn to answer")
-        return prompt_ids(self.spec.tokenizer, messages)
+        try:
+            return prompt_ids(self.spec.tokenizer, messages)
+        except UserError as error:
+            raise UserError(f"{prompt.source}: {error}") from error
 
     def _decodable(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Return the prompts that evaluation decodes: chats up to the last answer, texts up to their middle."""
+        """Return the prompts that evaluation decodes.
+
+        Chats up to the last answer, texts up to their middle.
+        """
         chats = [self._prompt_ids(p) for p in prompts if p.text is None]
         texts = [list(self.spec.tokenizer(p.text).input_ids) for p in prompts if p.text is not None]
         return chats + [ids[: max(1, len(ids) // 2)] for ids in texts if ids]
@@ -186,8 +192,9 @@ class DFlashDataModule(pl.LightningDataModule):
             )
         if cut and not kept:
             raise UserError(
-                f"data: no {split} sample has two supervised tokens in a row within data.max_length={self.max_length}; "
-                "raise max_length or max_new_tokens, or check where the answers lie"
+                f"data: no {split} sample has two supervised tokens in a row within "
+                f"data.max_length={self.max_length}; raise max_length or max_new_tokens, or check "
+                "where the answers lie"
             )
         return kept
 
@@ -237,7 +244,7 @@ def resolve_gamma(gamma: float | str, block_size: int) -> float | None:
         return default_gamma(block_size)
     if gamma == "uniform":
         return None
-    if not float(gamma) > 0:
+    if isinstance(gamma, str) or not gamma > 0:
         raise UserError(
             f"model.loss_decay_gamma: needs a positive number, auto or uniform, got {gamma}"
         )

@@ -1,6 +1,7 @@
-"""The draft vocabulary: the target tokens that a drafter can say, as EAGLE-3 and speculators have it.
+"""The draft vocabulary: the target tokens a drafter can say, as EAGLE-3 and speculators have it.
 
-It only narrows what is drafted. The target verifies over its full vocabulary, so decoding stays lossless.
+It only narrows what is drafted. The target verifies over its full vocabulary, so decoding stays
+lossless.
 """
 
 from collections.abc import Sequence
@@ -28,13 +29,17 @@ def most_frequent(counts: Tensor, size: int) -> Tensor:
     """
     if not 0 < size <= len(counts):
         raise UserError(
-            f"model.draft_vocab: needs 1..{len(counts)} tokens (the target's vocabulary), got {size}"
+            f"model.draft_vocab: needs 1..{len(counts)} tokens (the target's vocabulary), "
+            f"got {size}"
         )
     return counts.sort(descending=True, stable=True).indices[:size].sort().values
 
 
 def to_draft_rows(draft_ids: Tensor, vocab_size: int) -> Tensor:
-    """Return the map `[V]` from target ids to rows of the draft vocabulary; -1 where the drafter lacks the token."""
+    """Return the map `[V]` from target ids to rows of the draft vocabulary.
+
+    -1 where the drafter lacks the token.
+    """
     rows = torch.full((vocab_size,), -1, dtype=torch.int64, device=draft_ids.device)
     rows[draft_ids] = torch.arange(len(draft_ids), device=draft_ids.device)
     return rows

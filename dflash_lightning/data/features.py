@@ -1,4 +1,7 @@
-"""The store of tapped target states: computed once, memory-mapped, shared by every epoch and run on one target."""
+"""The store of tapped target states.
+
+Computed once, memory-mapped, shared by every epoch and run on one target.
+"""
 
 import itertools
 import logging
@@ -22,7 +25,9 @@ TOKENS_PER_BATCH = 2048
 
 
 class FeatureStore:
-    """Tapped states of a list of samples, one file a layer: `layer_08.bin` holds `[tokens, H]` in the target's dtype.
+    """Tapped states of a list of samples, one file a layer.
+
+    `layer_08.bin` holds `[tokens, H]` in the target's dtype.
 
     Args:
         folder: Where the files lie; its name is a key over target, dtype and samples.
@@ -66,7 +71,7 @@ def build_store(
     dtype: torch.dtype,
     cache_dir: Path,
 ) -> FeatureStore:
-    """Return the store of these samples; layers that it lacks are computed in one target pass and added.
+    """Return the store of these samples; layers it lacks are computed in one target pass and added.
 
     Raises:
         UserError: The disk has no room for it.
@@ -88,8 +93,9 @@ def build_store(
         )
         if size > 0.95 * free:
             raise UserError(
-                f"data.features: the store needs {size / 1e9:.1f} GB and {cache_dir} has {free / 1e9:.1f} GB free; "
-                "take data.features=online, fewer taps or another data.cache_dir"
+                f"data.features: the store needs {size / 1e9:.1f} GB and {cache_dir} has "
+                f"{free / 1e9:.1f} GB free; take data.features=online, fewer taps or another "
+                "data.cache_dir"
             )
         _fill(load_target(), samples, missing, hidden_size, dtype, folder)
     return FeatureStore(folder, lengths, layer_ids if samples else [], hidden_size, dtype)
@@ -142,7 +148,10 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 
 
 def _batches_by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Return sample indices in batches of similar length with at most about TOKENS_PER_BATCH padded tokens."""
+    """Return sample indices in batches of similar length.
+
+    A batch has at most about TOKENS_PER_BATCH padded tokens.
+    """
     batches: list[list[int]] = [[]]
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         if batches[-1] and (len(batches[-1]) + 1) * lengths[i] > TOKENS_PER_BATCH:

@@ -1,6 +1,7 @@
-"""In which order samples come, as which batches, and how a loader is continued in the middle of an epoch."""
+"""In which order samples come, as which batches, and how a loader is continued mid-epoch."""
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ Item = tuple[int, int, Sample, Tensor | None]
 class EpochSampler(Sampler[tuple[int, int]]):
     """Yields (sample index, epoch), so that loader processes need not be told the epoch.
 
-    Shuffled order keeps samples of similar length in one batch: a random order is sorted by length within stretches of 16
-    batches, and the batches of a stretch are shuffled.
+    Shuffled order keeps samples of similar length in one batch: a random order is sorted by length
+    within stretches of 16 batches, and the batches of a stretch are shuffled.
 
     Args:
         lengths: Tokens of each sample.
@@ -61,51 +62,69 @@ class EpochSampler(Sampler[tuple[int, int]]):
 
 
 class ResumableLoader(DataLoader[Item]):
-    """A loader that a checkpoint can continue in the middle of an epoch: it skips the batches already given."""
+    """A loader that a checkpoint can continue in the middle of an epoch.
 
-    _start = 0
+    It skips the batches already given.
+    """
+
+    _epoch = 0
     _given = 0
+    _resumed = False
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         """Yield the batches of an epoch that were not given yet."""
-        start, self._start = (self._start if self._start < len(self) else 0), 0
-        self.sampler.skip = start * (self.batch_size or 1)  # type: ignore[attr-defined]
-        self._given = start
+        sampler = cast(EpochSampler, self.sampler)
+        same_epoch = self._resumed and self._epoch == sampler.epoch
+        start = self._given if same_epoch and self._given < len(self) else 0
+        self._resumed, self._epoch, self._given = False, sampler.epoch, start
+        sampler.skip = start * (self.batch_size or 1)
         for batch in super().__iter__():
             self._given += 1
-            yield batch  # type: ignore[misc]
+            yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """Return how many batches of this epoch were given."""
-        return {"batches": self._given}
+        """Return the epoch and how many of its batches were given."""
+        return {"epoch": self._epoch, "batches": self._given}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue after the batches that were given."""
-        self._start = state["batches"]
+        """Continue after the batches that were given.
+
+        Unless another epoch is begun before the next batch is taken.
+        """
+        self._epoch, self._given, self._resumed = state["epoch"], state["batches"], True
 
 
 class SampleDataset(Dataset[Item]):
+    """Samples by (sample index, epoch), with their tapped states `[S, T*H]` if stored."""
+
     def __init__(self, samples: Sequence[Sample], store: FeatureStore | None) -> None:
         self.samples, self.store = samples, store
 
     def __len__(self) -> int:
+        """Return the number of samples."""
         return len(self.samples)
 
-    def __getitem__(self, key: tuple[int, int]) -> Item:  # type: ignore[override]
+    def __getitem__(self, key: tuple[int, int]) -> Item:
+        """Return index, epoch, sample and its tapped states (None without a store)."""
         index, epoch = key
         return index, epoch, self.samples[index], self.store[index] if self.store else None
 
 
 class PromptDataset(Dataset[list[int]]):
+    """Prompts to decode, as lists of token ids."""
+
     def __init__(self, prompts: Sequence[list[int]]) -> None:
         self.prompts = prompts
 
     def __len__(self) -> int:
+        """Return the number of prompts."""
         return len(self.prompts)
 
     def __getitem__(self, index: int) -> list[int]:
+        """Return the token ids of one prompt."""
         return self.prompts[index]
 
 
 def only_item(batch: list[list[int]]) -> list[int]:
+    """Collate a batch of one prompt: return the prompt."""
     return batch[0]

@@ -1,4 +1,7 @@
-"""The target answers the prompts, greedily, once; answers are kept in shards that are written whole or not at all."""
+"""The target answers the prompts, greedily, once.
+
+Answers are kept in shards that are written whole or not at all.
+"""
 
 import hashlib
 import json
@@ -93,10 +96,14 @@ def _generate(
         else None,
         disable_compile=True,
     )
-    with torch.no_grad():
+    own_config = target.model.generation_config
+    target.model.generation_config = GenerationConfig()  # its beams or banned tokens are not greedy
+    try:
         output = target.model.generate(
             ids.to(target.device), attention_mask=mask.to(target.device), generation_config=config
         )
+    finally:
+        target.model.generation_config = own_config
     return [_until_stop(row, target.stop_ids) for row in output[:, length:].tolist()]
 
 

@@ -1,11 +1,14 @@
-"""Where prompts come from. A source is a class; an experiment names it by `class_path` and sets its arguments."""
+"""Where prompts come from.
+
+A source is a class; an experiment names it by `class_path` and sets its arguments.
+"""
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from dflash_lightning.data.samples import Message
 from dflash_lightning.data.word_problems import word_problems
@@ -56,7 +59,10 @@ class WordProblems(PromptSource):
 
     def load(self) -> dict[Split, list[Prompt]]:
         """See `PromptSource.load`."""
-        found = word_problems(self.num_train, self.num_val, self.num_test, seed=self.seed)
+        try:
+            found = word_problems(self.num_train, self.num_val, self.num_test, seed=self.seed)
+        except ValueError as error:
+            raise UserError(f"data.prompts: {error}") from error
         return {
             split: [
                 _user_prompt(f"WordProblems {split} {i}", text)
@@ -68,7 +74,9 @@ class WordProblems(PromptSource):
 
 @dataclass
 class JsonlPrompts(PromptSource):
-    """Chats in JSONL files, one object a line: `{"messages": [...]}` or `{"prompt": "...", "response": "..."}`.
+    """Chats in JSONL files, one object a line.
+
+    It is `{"messages": [...]}` or `{"prompt": "...", "response": "..."}`.
 
     Args:
         train: File of training chats.
@@ -95,13 +103,16 @@ class JsonlPrompts(PromptSource):
 
 @dataclass
 class TextPrompts(PromptSource):
-    """Plain text, documents separated by empty lines; every token is supervised (`data.responses: given`).
+    """Plain text, documents separated by empty lines.
+
+    Every token is supervised (`data.responses: given`).
 
     Args:
         train: Text file for training.
         val: Text file for validation; without one, `held_out` documents are split off.
         test: Text file for testing; likewise.
-        held_out: How many of the last documents of `train` go to each split that has no file of its own.
+        held_out: How many of the last documents of `train` go to each split that has no file of its
+            own.
         limit: Read at most so many training documents; null reads all.
     """
 
@@ -117,20 +128,21 @@ class TextPrompts(PromptSource):
 
 
 def _with_held_out(
-    source: "JsonlPrompts | TextPrompts", train: list[Prompt], read: Any
+    source: "JsonlPrompts | TextPrompts", train: list[Prompt], read: Callable[[str], list[Prompt]]
 ) -> dict[Split, list[Prompt]]:
     splits: dict[Split, list[Prompt]] = {"train": train}
-    for split, path in (("test", source.test), ("val", source.val)):
+    files: dict[Split, str | None] = {"test": source.test, "val": source.val}
+    for split, path in files.items():
         if path is not None:
-            splits[split] = read(path)  # type: ignore[index]
+            splits[split] = read(path)
             continue
         if len(splits["train"]) <= source.held_out:
             raise UserError(
-                f"{source.train}: {len(train)} rows are too few to hold out {source.held_out} for {split}; "
-                f"give data.prompts.init_args.{split} or a smaller held_out"
+                f"{source.train}: {len(train)} rows are too few to hold out {source.held_out} for "
+                f"{split}; give data.prompts.init_args.{split} or a smaller held_out"
             )
         cut = len(splits["train"]) - source.held_out
-        splits["train"], splits[split] = splits["train"][:cut], splits["train"][cut:]  # type: ignore[index]
+        splits["train"], splits[split] = splits["train"][:cut], splits["train"][cut:]
     splits["train"] = splits["train"][: source.limit]
     return splits
 
@@ -140,8 +152,12 @@ def _lines(path: str) -> Iterator[tuple[str, str]]:
     file = Path(path).expanduser()
     if not file.is_file():
         raise UserError(f"data.prompts: no such file: {path}")
-    with file.open(encoding="utf-8") as stream:
-        for number, line in enumerate(stream, start=1):
+    with file.open("rb") as stream:
+        for number, raw in enumerate(stream, start=1):
+            try:
+                line = raw.decode("utf-8").replace("\r\n", "\n")
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path}:{number}: not UTF-8 text") from error
             if line.strip():
                 yield f"{path}:{number}", line
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -15,12 +16,13 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Sample:
-    """One training sequence: `ids` `[S]` int64 and `loss_mask` `[S]` bool, true where supervised."""
+    """A training sequence: `ids` `[S]` int64 and `loss_mask` `[S]` bool, true where supervised."""
 
     ids: Tensor
     loss_mask: Tensor
 
     def __post_init__(self) -> None:
+        """Check that both are `[S]`."""
         if self.ids.shape != self.loss_mask.shape or self.ids.dim() != 1:
             raise ValueError(f"ids {self.ids.shape} and loss_mask {self.loss_mask.shape} differ")
 
@@ -45,16 +47,17 @@ def text_sample(tokenizer: PreTrainedTokenizerBase, text: str) -> Sample:
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """Return the ids of a chat up to where the assistant's answer begins (chat template applied)."""
+    """Return a chat's ids up to where the assistant's answer begins (chat template applied)."""
     text = _render(tokenizer, messages, add_generation_prompt=True)
     return list(tokenizer(text, add_special_tokens=False).input_ids)
 
 
 def chat_sample(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> Sample:
-    """Return a finished chat as one sample; every assistant turn is supervised, its stop token included.
+    """Return a finished chat as one sample.
 
-    Works with templates that carry generation tags and with stock templates that have none: an assistant turn is
-    what the chat's rendering adds to the rendering of the chat before it with the generation prompt.
+    Every assistant turn is supervised, its stop token included. Works with templates that carry
+    generation tags and with stock templates that have none: an assistant turn is what the chat's
+    rendering adds to the rendering of the chat before it with the generation prompt.
 
     Raises:
         UserError: No assistant turn, or a template under which none can be located.
@@ -72,7 +75,7 @@ def chat_sample(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message])
         loss_mask[inside[: stops[-1] + 1] if stops else inside] = True
     if not loss_mask.any():
         raise UserError(
-            "the assistant mask is all zero: the chat has no assistant turn with text in it"
+            "the assistant mask is all zero: the chat has no assistant turn that answers something"
         )
     return Sample(ids, loss_mask)
 
@@ -82,14 +85,15 @@ def _assistant_spans(
 ) -> list[tuple[int, int]]:
     spans = []
     for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or turn == 0:  # nothing asked for an opening turn
             continue
-        before = _render(tokenizer, messages[:turn], add_generation_prompt=True) if turn else ""
+        before = _render(tokenizer, messages[:turn], add_generation_prompt=True)
         after = _render(tokenizer, messages[: turn + 1], add_generation_prompt=False)
         if not (after.startswith(before) and text.startswith(after)):
             raise UserError(
-                f"the assistant mask of turn {turn + 1} can't be located: this chat template rewrites earlier turns; "
-                "give single-turn chats, or let the target answer the prompts (data.responses: target)"
+                f"the assistant mask of turn {turn + 1} can't be located: this chat template "
+                "rewrites earlier turns; give single-turn chats, or let the target answer the "
+                "prompts (data.responses: target)"
             )
         spans.append((len(before), len(after)))
     return spans
@@ -103,8 +107,11 @@ def _render(
             "the target's tokenizer has no chat template: give plain text (TextPrompts) instead"
         )
     options: dict[str, Any] = {"tokenize": False, "enable_thinking": False}
-    return str(
-        tokenizer.apply_chat_template(
+    try:
+        text = tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=add_generation_prompt, **options
         )
-    )
+    except TemplateError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"the target's chat template refuses this chat: {reason}") from error
+    return str(text)

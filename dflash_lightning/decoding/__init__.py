@@ -1,0 +1,1 @@
+"""Decoding: who proposes tokens, and the greedy loop that verifies them."""

@@ -1,15 +1,19 @@
-"""Greedy decoding of one prompt: draft a block, verify it in one target forward, keep what the target agrees with.
+"""Greedy decoding of one prompt.
 
-    prefill -> first token;  then cycle:  propose K-1 tokens -> verify K -> accept the matching prefix + one bonus token
-            -> roll the target's cache back -> hand the accepted positions' states to the proposer
+Draft a block, verify it in one target forward, keep what the target agrees with:
 
-The output is the target's own greedy output, token for token (float32; in bfloat16 a verify of K tokens and a one-token
-step differ in rounding, see `divergence`).
+    prefill -> first token;  then cycle:  propose K-1 tokens -> verify K
+            -> accept the matching prefix + one bonus token -> roll the target's cache back
+            -> hand the accepted positions' states to the proposer
+
+The output is the target's own greedy output, token for token (float32; in bfloat16 a verify of K
+tokens and a one-token step differ in rounding, see `divergence`).
 """
 
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -80,13 +84,13 @@ def speculate(
     check_rollback(cache, target)
     tokens = [int(output.logits[0, -1].argmax())]
     decoded = Decoded(tokens, prefill_s=clock.now() - start)
-    hidden = output.hidden
+    hidden = cast(Tensor, output.hidden)
     while tokens[-1] not in stops and len(tokens) < max_new_tokens:
         began = clock.now()
         drafts = torch.empty(0, dtype=torch.int64, device=target.device)
         room = max_new_tokens - len(tokens)
         if room > 1:
-            proposer.observe(hidden)  # type: ignore[arg-type]
+            proposer.observe(hidden)
             drafts = proposer.propose(tokens[-1])[: room - 1]
         drafted = clock.now()
         block = torch.cat([drafts.new_tensor(tokens[-1:]), drafts])
@@ -94,7 +98,7 @@ def speculate(
         choices = output.logits[0].argmax(dim=-1)
         accepted = matching_prefix(drafts, choices)
         cache.crop(-(len(drafts) - accepted))
-        hidden = output.hidden[:, : accepted + 1]  # type: ignore[index]
+        hidden = cast(Tensor, output.hidden)[:, : accepted + 1]
         new = until_stop(choices[: accepted + 1].tolist(), stops)
         tokens += new
         decoded.cycles.append(Cycle(len(drafts), accepted, len(new)))
@@ -108,7 +112,7 @@ def speculate(
 def decode_plain(
     target: Target, prompt: Tensor, max_new_tokens: int, stop_ids: Collection[int] | None = None
 ) -> Decoded:
-    """Decode one prompt with the target alone, one token a step: the denominator of every speedup."""
+    """Decode a prompt with the target alone, one token a step: the denominator of every speedup."""
     stops = target.stop_ids if stop_ids is None else frozenset(stop_ids)
     cache = new_cache(target, prompt, max_new_tokens)
     clock = _Clock(target.device)
@@ -130,9 +134,10 @@ def decode_plain(
 def divergence(
     target: Target, prompt: Tensor, ours: list[int], plain: list[int]
 ) -> tuple[int, float] | None:
-    """Return where two outputs first differ and the target's logit gap there; None if they are equal.
+    """Return where outputs first differ and the target's logit gap there; None if they are equal.
 
-    The gap is between the two tokens' logits, in logits: near 0 it is a rounding tie, wide it is a bug.
+    The gap is between the two tokens' logits, in logits: near 0 it is a rounding tie, wide it is a
+    bug.
     """
     if ours == plain:
         return None
@@ -160,10 +165,11 @@ def until_stop(tokens: list[int], stop_ids: Collection[int]) -> list[int]:
 
 
 def new_cache(target: Target, prompt: Tensor, max_new_tokens: int) -> DynamicCache:
-    """Return an empty cache that can be rolled back, after checking that the sequence fits the target.
+    """Return an empty cache that can be rolled back; checks that the sequence fits the target.
 
     Raises:
-        UserError: Empty prompt, nothing to generate, or a sequence longer than the target's context window.
+        UserError: Empty prompt, nothing to generate, or a sequence longer than the target's context
+            window.
     """
     window = int(target.config.max_position_embeddings)
     if prompt.numel() == 0:
@@ -172,8 +178,8 @@ def new_cache(target: Target, prompt: Tensor, max_new_tokens: int) -> DynamicCac
         raise UserError(f"max_new_tokens: needs at least 1, got {max_new_tokens}")
     if prompt.numel() + max_new_tokens > window:
         raise UserError(
-            f"the prompt's {prompt.numel()} tokens and max_new_tokens={max_new_tokens} exceed the target's "
-            f"context window of {window}"
+            f"the prompt's {prompt.numel()} tokens and max_new_tokens={max_new_tokens} exceed the "
+            f"target's context window of {window}"
         )
     cache = DynamicCache(config=target.config)
     cache.activate_past_recording()
@@ -188,7 +194,8 @@ def check_rollback(cache: DynamicCache, target: Target) -> None:
     """
     if not cache.is_croppable:
         raise UserError(
-            f"{type(target.model).__name__} keeps a state that can't be rolled back: it can't verify drafts"
+            f"{type(target.model).__name__} keeps a state that can't be rolled back: "
+            "it can't verify drafts"
         )
 
 

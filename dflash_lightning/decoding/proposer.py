@@ -1,7 +1,10 @@
-"""Who proposes tokens to the target: the protocol of the decoding loop, and the DFlash drafter behind it."""
+"""Who proposes tokens to the target.
+
+The protocol of the decoding loop, and the DFlash drafter behind it.
+"""
 
 import copy
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +31,9 @@ class Proposer(Protocol):
 
 
 class DrafterProposer:
-    """Proposes with a `Drafter`, greedily. Its cache holds the context's keys and values only, never the block's.
+    """Proposes with a `Drafter`, greedily.
+
+    Its cache holds the context's keys and values only, never the block's.
 
     Args:
         drafter: In eval mode, in the target's dtype; see `decoding_copy`.
@@ -86,9 +91,13 @@ class DrafterProposer:
 
 
 def decoding_copy(drafter: Drafter, dtype: torch.dtype) -> Drafter:
-    """Return the drafter in eval mode and `dtype`: a copy, so that training weights and mode stay as they are."""
-    copied: Drafter = copy.deepcopy(drafter).to(dtype).eval().requires_grad_(False)
-    return copied
+    """Return the drafter in eval mode and `dtype`.
+
+    It is a copy, so that training weights and mode stay as they are.
+    """
+    copied: Any = copy.deepcopy(drafter)
+    ready: Drafter = copied.to(dtype).eval().requires_grad_(False)
+    return ready
 
 
 def check_same_target(drafter: Drafter, target: Target) -> None:

@@ -1,0 +1,1 @@
+"""The drafter: its configuration, rotary positions, attention and layers."""

@@ -1,11 +1,11 @@
 """Who sees whom: one mask as the specification, and exact ways to attend under it.
 
-For a query in block `(a, k)`: context position `p` is visible iff `p < a` (strict, by position: at inference the anchor's
-own feature does not exist yet), and a block's slot is visible iff it belongs to the same block. Dead blocks keep their own
-slots, so no row is ever empty.
+For a query in block `(a, k)`: context position `p` is visible iff `p < a` (strict, by position: at
+inference the anchor's own feature does not exist yet), and a block's slot is visible iff it belongs
+to the same block. Dead blocks keep their own slots, so no row is ever empty.
 
-An attention is a function `(q, k_context, v_context, k_block, v_block) -> output` over `[B, heads, length, head_dim]`;
-the layers don't know which one they were given.
+An attention is a function `(q, k_context, v_context, k_block, v_block) -> output` over
+`[B, heads, length, head_dim]`; the layers don't know which one they were given.
 """
 
 import functools
@@ -39,7 +39,10 @@ def dense_mask(anchor_positions: Tensor, block_size: int, context_length: int) -
 
 
 def dense_attention(anchor_positions: Tensor, block_size: int, context_length: int) -> Attend:
-    """Attend under the dense mask, written out: slow, large, and what the other ways are tested against."""
+    """Attend under the dense mask, written out.
+
+    Slow, large, and what the other ways are tested against.
+    """
     mask = dense_mask(anchor_positions, block_size, context_length)[:, None]
 
     def attend(
@@ -56,7 +59,10 @@ def dense_attention(anchor_positions: Tensor, block_size: int, context_length: i
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Blocks handled together: their slots, how much context any of them sees, and the mask over just that."""
+    """Blocks handled together.
+
+    Their slots, how much context any of them sees, and the mask over just that.
+    """
 
     slots: slice
     context: int
@@ -69,10 +75,11 @@ def chunked_attention(
     context_length: int,
     queries_per_chunk: int = QUERIES_PER_CHUNK,
 ) -> Attend:
-    """Attend chunk of blocks by chunk of blocks; each sees the context before its last anchor and its own slots.
+    """Attend chunk of blocks by chunk of blocks.
 
-    The `(N*K) x (S + N*K)` matrix is never built. Any order of anchors is exact; ascending anchors are fast, since a
-    chunk then skips the context behind its last anchor.
+    Each sees the context before its last anchor and its own slots. The `(N*K) x (S + N*K)` matrix
+    is never built. Any order of anchors is exact; ascending anchors are fast, since a chunk then
+    skips the context behind its last anchor.
     """
     per_chunk = max(1, queries_per_chunk // block_size)
     limits = [int(group.max()) for group in anchor_positions.split(per_chunk, dim=1)]
@@ -109,7 +116,8 @@ def flex_mask(
 ) -> Callable[..., Tensor]:
     """Return the mask as flex attention wants it: `(batch, head, query, key) -> visible`.
 
-    Flex rounds lengths up to its tile size, so indices beyond the last query or key occur; they see nothing.
+    Flex rounds lengths up to its tile size, so indices beyond the last query or key occur; they see
+    nothing.
     """
     num_blocks = anchor_positions.shape[1]
     queries = num_blocks * block_size
@@ -162,7 +170,7 @@ def _compiled_flex() -> Callable[..., Tensor]:
 def training_attention(
     name: AttentionName, anchor_positions: Tensor, block_size: int, context_length: int
 ) -> Attend:
-    """Return the attention of a batch of training blocks; `auto` is flex on CUDA, chunked elsewhere."""
+    """Return the attention of a training batch; `auto` is flex on CUDA, chunked elsewhere."""
     if name == "auto":
         name = "flex" if anchor_positions.is_cuda else "chunked"
     makers = {"dense": dense_attention, "chunked": chunked_attention, "flex": flex_attention}

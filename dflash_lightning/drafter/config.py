@@ -1,4 +1,7 @@
-"""The drafter's configuration: everything a checkpoint needs to be rebuilt and to be refused by the wrong target."""
+"""The drafter's configuration.
+
+Everything a checkpoint needs to be rebuilt and to be refused by the wrong target.
+"""
 
 from typing import Any
 
@@ -18,8 +21,8 @@ class DrafterConfig(PreTrainedConfig):
         num_key_value_heads: Key and value heads.
         head_dim: Size of one head.
         rms_norm_eps: Epsilon of every RMSNorm.
-        rope_parameters: As in transformers 5; `rope_theta` has no default, since a wrong one trains well and
-            drafts badly.
+        rope_parameters: As in transformers 5; `rope_theta` has no default, since a wrong one trains
+            well and drafts badly.
         max_position_embeddings: Context window of the target.
         vocab_size: Rows of the target's embedding.
         draft_vocab_size: Target tokens the drafter can say; null means all.
@@ -121,7 +124,9 @@ def drafter_config(
 
 
 def rope_of(target_config: Any) -> dict[str, Any]:
-    """Return the target's RoPE parameters; those of full attention where layer types differ (Gemma 3).
+    """Return the target's RoPE parameters.
+
+    Those of full attention where layer types differ (Gemma 3).
 
     Raises:
         UserError: The target states no `rope_theta`.
@@ -130,8 +135,8 @@ def rope_of(target_config: Any) -> dict[str, Any]:
     found = dict(found.get("full_attention", found))
     if "rope_theta" not in found:
         raise UserError(
-            f"model.target.name: the config of {target_config.model_type} states no rope_parameters.rope_theta; "
-            "a drafter trained with a guessed base would draft badly"
+            f"model.target.name: the config of {target_config.model_type} states no "
+            "rope_parameters.rope_theta; a drafter trained with a guessed base would draft badly"
         )
     return found
 

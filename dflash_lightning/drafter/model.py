@@ -1,10 +1,12 @@
-"""The DFlash drafter: blocks and tapped target states in, hidden states of the blocks out (arXiv 2602.06036, section 4).
+"""The DFlash drafter: blocks and tapped target states in, hidden states of the blocks out.
 
-Training and decoding run the same layers; they differ in where the context's keys and values come from (a whole sequence, or
-a cache) and in the attention function they pass.
+See arXiv 2602.06036, section 4. Training and decoding run the same layers; they differ in where the
+context's keys and values come from (a whole sequence, or a cache) and in the attention function
+they pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +21,10 @@ KeyValue = tuple[Tensor, Tensor]
 
 
 class DrafterAttention(nn.Module):
-    """Attention with KV injection: queries from the block only, keys and values from context and block.
+    """Attention with KV injection: queries from the block, keys and values from context and block.
 
-    The context enters through this layer's own `k_proj` and `v_proj`; it has no query, no output and no residual stream.
+    The context enters through this layer's own `k_proj` and `v_proj`; it has no query, no output
+    and no residual stream.
     """
 
     def __init__(self, config: DrafterConfig) -> None:
@@ -37,7 +40,10 @@ class DrafterAttention(nn.Module):
         self.k_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
     def key_value(self, hidden: Tensor, by: Rotation) -> KeyValue:
-        """Return rotated keys and values `[B, kv_heads, S, head_dim]` of context or block states `[B, S, H]`."""
+        """Return rotated keys and values `[B, kv_heads, S, head_dim]` of states `[B, S, H]`.
+
+        The states are the context's or the block's.
+        """
         values = self._heads(self.v_proj(hidden))
         keys = self.k_norm(self._heads(self.k_proj(hidden)))
         return rotate(keys, by, values.dtype), values
@@ -73,17 +79,20 @@ class DrafterLayer(nn.Module):
 
 
 class Drafter(PreTrainedModel):
-    """A block-diffusion drafter. State-dict names are z-lab's, so its weights load there and in serving engines.
+    """A block-diffusion drafter.
 
-    It has no embedding and no head: both are the target's. `draft_ids` `[Vd]` lists the target tokens it can say
-    (all of them, in order, where the draft vocabulary is full, and then it is not stored).
+    State-dict names are z-lab's, so its weights load there and in serving engines. It has no
+    embedding and no head: both are the target's. `draft_ids` `[Vd]` lists the target tokens it can
+    say (all of them, in order, where the draft vocabulary is full, and then it is not stored).
     """
 
     config_class = DrafterConfig
     base_model_prefix = ""
     main_input_name = "noise_embedding"
     supports_gradient_checkpointing = False
-    _no_split_modules = ("DrafterLayer",)
+    _no_split_modules = ["DrafterLayer"]  # noqa: RUF012
+    config: DrafterConfig
+    draft_ids: Tensor
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
@@ -112,7 +121,8 @@ class Drafter(PreTrainedModel):
             target_hidden = target_hidden.to(self.fc.weight.dtype)
         context = self.hidden_norm(self.fc(target_hidden))
         by = rotation(positions, self.config)
-        return [layer.self_attn.key_value(context, by) for layer in self.layers]
+        layers = cast(Iterable[DrafterLayer], self.layers)
+        return [layer.self_attn.key_value(context, by) for layer in layers]
 
     def forward(
         self,

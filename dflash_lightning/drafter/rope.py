@@ -1,4 +1,7 @@
-"""Rotary positions in float32, whatever the model is cast to: a rounded frequency drifts with the position."""
+"""Rotary positions in float32, whatever the model is cast to.
+
+A rounded frequency drifts with the position.
+"""
 
 import torch
 from torch import Tensor
@@ -10,9 +13,10 @@ Rotation = tuple[Tensor, Tensor]
 
 
 def inverse_frequencies(config: DrafterConfig, device: torch.device) -> tuple[Tensor, float]:
-    """Return the float32 frequencies `[rotary_dim / 2]` and the factor on cos and sin (1 but for YaRN and kin).
+    """Return the float32 frequencies `[rotary_dim / 2]` and the factor on cos and sin.
 
-    Honours `partial_rotary_factor`: the rotary dim is that share of `head_dim`.
+    The factor is 1 but for YaRN and kin. Honours `partial_rotary_factor`: the rotary dim is that
+    share of `head_dim`.
     """
     rope = config.rope_parameters
     if rope is None:
@@ -36,7 +40,10 @@ def rotation(positions: Tensor, config: DrafterConfig) -> Rotation:
 
 
 def rotate(x: Tensor, by: Rotation, dtype: torch.dtype) -> Tensor:
-    """Rotate heads `[B, heads, S, head_dim]` in float32 and return them as `dtype`; a partial rotation leaves the rest."""
+    """Rotate heads `[B, heads, S, head_dim]` in float32 and return them as `dtype`.
+
+    A partial rotation leaves the rest.
+    """
     cos, sin = by
     size = cos.shape[-1]
     turned, rest = x[..., :size].float(), x[..., size:]

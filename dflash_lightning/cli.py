@@ -1,0 +1,225 @@
+"""The command line: `fit`, `validate`, `test` and `predict` by LightningCLI.
+
+An experiment is one YAML file, and every key of it is a flag:
+
+python -m dflash_lightning fit -c experiments/quickstart.yaml --model.num_layers 5
+"""
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any, NoReturn
+
+import lightning.pytorch as pl
+import yaml
+from jsonargparse import Namespace, set_parsing_settings
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import TensorBoardLogger
+from omegaconf.errors import OmegaConfBaseException
+from transformers.utils import logging as huggingface
+
+from dflash_lightning.data.datamodule import DFlashDataModule, resolve_gamma
+from dflash_lightning.errors import UserError
+from dflash_lightning.evaluation import DecodingEvaluation
+from dflash_lightning.module import DFlashModule
+from dflash_lightning.target import TargetConfig
+
+log = logging.getLogger(__name__)
+
+LINKS = (
+    *(f"target.{field.name}" for field in dataclasses.fields(TargetConfig)),
+    "block_size",
+    "loss_decay_gamma",
+)
+"""What model and data share is said once, under `model`."""
+
+TRAINER_DEFAULTS: dict[str, Any] = {
+    "max_epochs": 6,
+    "gradient_clip_val": 1.0,
+    "precision": "bf16-mixed",
+    "log_every_n_steps": 10,
+    "enable_model_summary": False,
+    "default_root_dir": "runs",
+}
+
+
+class Parser(LightningArgumentParser):
+    """The CLI's parser; bad input becomes one line instead of a page of usage."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise `message` on one line, with where to read on."""
+        line, prog = " ".join(str(message).split()), self.prog.replace(" [options]", "")
+        raise UserError(f"{line} (see {prog} --help)") from ex
+
+
+class DFlashCLI(LightningCLI):
+    """LightningCLI with shared keys linked, runs named by what varies, and decoding evaluation."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Link what model and data share; add the `decode` section."""
+        for key in LINKS:
+            parser.link_arguments(f"model.{key}", f"data.{key}")
+        parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
+        parser.add_lightning_class_args(DecodingEvaluation, "decode")
+
+    def before_instantiate_classes(self) -> None:
+        """Log to TensorBoard under the run's name unless another logger was asked for."""
+        config = self.config[self.subcommand] if self.subcommand else self.config
+        if self.subcommand not in (None, "fit") and config.get("ckpt_path") is None:
+            raise UserError(
+                f"--ckpt_path: {self.subcommand} needs the checkpoint of a trained drafter"
+            )
+        _check_checkpoint(config.get("ckpt_path"))
+        if config.trainer.logger in (None, True):
+            config.trainer.logger = Namespace(
+                class_path="lightning.pytorch.loggers.TensorBoardLogger",
+                init_args=Namespace(
+                    save_dir=config.trainer.default_root_dir or "runs",
+                    name=run_name(config),
+                    default_hp_metric=False,
+                ),
+            )
+
+
+class RunRecord(SaveConfigCallback):
+    """Keeps the configuration: config.yaml, HParams tab, and in checkpoints to compare on resume."""
+
+    def __init__(self, parser: Any, config: Any, **_: Any) -> None:
+        super().__init__(parser, config, save_to_log_dir=False)
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The configuration as plain types."""
+        text = self.parser.dump(self.config, skip_none=False, format="json")
+        found: dict[str, Any] = json.loads(text)
+        return found
+
+    def save_config(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Write config.yaml into the run's folder and fill the HParams tab."""
+        if not trainer.loggers or not trainer.log_dir:
+            return
+        folder = Path(trainer.log_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        name = "config.yaml" if stage == "fit" else f"config_{stage}.yaml"
+        (folder / name).write_text(yaml.safe_dump(self.plain, sort_keys=False))
+        if stage != "fit":
+            return
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.log_hyperparams(
+                    hyperparameters(self.plain), {"hp/accept_len": 1.0, "hp/speedup": 0.0}
+                )
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Store the configuration in the checkpoint."""
+        checkpoint["experiment"] = self.plain
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Say which keys differ from the checkpoint's experiment."""
+        saved, asked = flat(checkpoint.get("experiment", {})), flat(self.plain)
+        for key in sorted(saved.keys() & asked.keys() - {"ckpt_path"}):
+            if saved[key] != asked[key]:
+                kept = (
+                    " (the checkpoint's optimizer state keeps the old value)"
+                    if key in _IN_OPTIMIZER
+                    else ""
+                )
+                log.info(
+                    "differs from the checkpoint: %s: %s -> %s%s", key, saved[key], asked[key], kept
+                )
+
+
+_IN_OPTIMIZER = ("model.lr", "model.weight_decay")
+
+
+class PredictionWriter(pl.Callback):
+    """Writes what `predict` decoded to `predictions.jsonl` in the run's folder."""
+
+    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write one line a prompt."""
+        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / "predictions.jsonl"
+        rows = trainer.predict_loop.predictions
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        log.info("wrote %d predictions to %s", len(rows), file)
+
+
+def run_name(config: Namespace) -> str:
+    """Return a run's name: depth, block size, gamma, taps and seed, as in `d5-k16-g7-t5-s0`."""
+    model = config.model
+    gamma = resolve_gamma(model.loss_decay_gamma, model.block_size)
+    taps = model.target.target_layer_ids
+    count = model.target.num_taps if taps is None else len(taps)
+    decay = "uniform" if gamma is None else f"{gamma:g}"
+    return (
+        f"d{model.num_layers}-k{model.block_size}-g{decay}-t{count}-s{int(config.seed_everything)}"
+    )
+
+
+def hyperparameters(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the model's, the data's and the seed's values for the HParams tab, flat."""
+    return {
+        k: v
+        for k, v in flat(config).items()
+        if k.split(".")[0] in ("model", "data", "seed_everything")
+    }
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested keys joined by dots; lists become text.
+
+    >>> flat({"a": {"b": 1}, "c": [1, 2]})
+    {'a.b': 1, 'c': '[1, 2]'}
+    """
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            found.update(flat(value, f"{prefix}{key}."))
+        else:
+            found[prefix + key] = str(value) if isinstance(value, list) else value
+    return found
+
+
+def _check_checkpoint(path: Any) -> None:
+    if path is not None and path not in ("last", "best") and not Path(str(path)).is_file():
+        raise UserError(f"--ckpt_path: no such file: {path}")
+
+
+def main(args: list[str] | None = None, run: bool = True) -> DFlashCLI:
+    """Run a command line; `args` defaults to the process's own.
+
+    With `run=False` there is no subcommand: model, data and trainer are built and returned.
+    """
+    set_parsing_settings(
+        omegaconf_absolute_to_relative_paths=True, docstring_parse_attribute_docstrings=True
+    )
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
+        logging.getLogger(name).addFilter(lambda record: "Tip:" not in str(record.msg))
+    huggingface.disable_progress_bar()
+    try:
+        return DFlashCLI(
+            DFlashModule,
+            DFlashDataModule,
+            args=args,
+            run=run,
+            seed_everything_default=0,
+            save_config_callback=RunRecord,
+            trainer_defaults={**TRAINER_DEFAULTS, "callbacks": [PredictionWriter()]},
+            auto_configure_optimizers=False,
+            parser_class=Parser,
+            parser_kwargs={
+                "parser_mode": "omegaconf+",
+                "allow_abbrev": False,
+                "prog": "python -m dflash_lightning",
+                "description": "Train, decode and compare DFlash block-diffusion drafters.",
+            },
+        )
+    except OmegaConfBaseException as error:
+        key = f" in {error.full_key}" if error.full_key else ""
+        raise UserError(f"{str(error).splitlines()[0]}{key}") from error

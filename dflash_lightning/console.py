@@ -1,0 +1,35 @@
+"""What a run says at its end."""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from dflash_lightning.decoding.report import DecodingReport
+
+
+def decoding_table(found: DecodingReport, split: str, folder: Path | None) -> None:
+    """Print the figures of a decoded split, where the run lies, and how to look at it."""
+    table = Table(
+        title=f"decoded {split} prompts: {found.prompts}", show_header=False, title_justify="left"
+    )
+    low, high = min(found.speedup_per_prompt), max(found.speedup_per_prompt)
+    rates = "  ".join(f"{k}: {rate:.2f}" for k, rate in enumerate(found.survival, start=1))
+    rows = {
+        "accept length, pooled": f"{found.accept_len:.3f} tokens a cycle "
+        f"({found.cycles} cycles, K={found.block_size})",
+        "accept length, mean over prompts": f"{found.accept_len_per_prompt:.3f}",
+        "accepted up to position": rates,
+        "speed": f"{found.tokens_per_s:.1f} tokens/s (a cycle: draft {found.draft_ms:.1f} ms, "
+        f"verify {found.verify_ms:.1f} ms)",
+        "plain decoding": f"{found.plain_tokens_per_s:.1f} tokens/s "
+        f"(a step: {found.plain_step_ms:.1f} ms)",
+        "speedup": f"{found.speedup:.2f} x (by prompt {low:.2f} to {high:.2f})",
+        "lossless": found.lossless,
+    }
+    if folder is not None:
+        rows["run"] = str(folder)
+        rows["look at it"] = f"tensorboard --logdir {folder.parent.parent}"
+    for name, value in rows.items():
+        table.add_row(name, value)
+    Console().print(table)

@@ -1,0 +1,150 @@
+"""What decoding some prompts showed: accept length, acceptance by position, speed, losslessness."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median
+from typing import Any
+
+from dflash_lightning.decoding.greedy import Decoded
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where speculative output first differs from plain output.
+
+    The gap is the target's, between the logits of the two tokens there.
+    """
+
+    prompt: int
+    position: int
+    logit_gap: float
+
+
+@dataclass(frozen=True)
+class DecodingReport:
+    """Figures over all prompts; see the attribute docs for units."""
+
+    prompts: int
+    block_size: int
+    cycles: int
+    accept_len: float
+    """Pooled: committed tokens / cycles; bonus token included, prefill token not."""
+    accept_len_per_prompt: float
+    """Mean over prompts of each prompt's accept length."""
+    survival: list[float]
+    """Share of cycles whose first k drafts were all accepted, k = 1..K-1.
+
+    Over the cycles that verified at least k drafts.
+    """
+    accepted_histogram: list[int]
+    """Cycles by number of accepted drafts, 0..K-1."""
+    tokens_per_s: float
+    """New tokens per second of wall time, prefill included."""
+    plain_tokens_per_s: float
+    """The same of plain decoding of the same prompts on the same machine."""
+    speedup: float
+    """Ratio of the two."""
+    speedup_per_prompt: list[float]
+    prefill_ms: float
+    draft_ms: float
+    """Median over prompts of the drafting time per cycle."""
+    verify_ms: float
+    """Median over prompts of the verifying time per cycle."""
+    plain_step_ms: float
+    """Median over prompts of a plain step."""
+    identical: int
+    """Prompts whose output equals plain decoding token for token."""
+    divergences: list[Divergence]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as plain types."""
+        return asdict(self)
+
+    def scalars(self) -> dict[str, float]:
+        """Return the figures that are logged, under `decode/`."""
+        values = {
+            "accept_len": self.accept_len,
+            "accept_len_per_prompt": self.accept_len_per_prompt,
+            "speedup": self.speedup,
+            "tokens_per_s": self.tokens_per_s,
+            "plain_tokens_per_s": self.plain_tokens_per_s,
+            "draft_ms": self.draft_ms,
+            "verify_ms": self.verify_ms,
+            "identical_share": self.identical / self.prompts,
+            **{f"accept_rate/pos_{k}": rate for k, rate in enumerate(self.survival, start=1)},
+        }
+        return {f"decode/{name}": value for name, value in values.items() if math.isfinite(value)}
+
+    @property
+    def lossless(self) -> str:
+        """Say in words whether the output is the target's own."""
+        if not self.divergences:
+            return f"yes ({self.identical} of {self.prompts} outputs identical)"
+        widest = max(d.logit_gap for d in self.divergences)
+        verdict = "yes, up to rounding" if widest <= ROUNDING_GAP else "NO"
+        return (
+            f"{verdict} ({self.identical} of {self.prompts} outputs identical; the others part "
+            f"where the logits of two tokens are within {widest:.3g})"
+        )
+
+
+ROUNDING_GAP = 0.5
+"""Logits. Neighbouring bfloat16 logits of size 16..32 are 0.125 apart: ties show gaps of some steps."""
+
+
+def report(
+    decoded: Sequence[Decoded],
+    plain: Sequence[Decoded],
+    divergences: Sequence[Divergence],
+    block_size: int,
+) -> DecodingReport:
+    """Return the figures of prompts decoded speculatively and plainly, in the same order.
+
+    Args:
+        decoded: Speculative output per prompt.
+        plain: Plain output per prompt.
+        divergences: One per prompt whose outputs differ.
+        block_size: K.
+    """
+    cycles = [cycle for d in decoded for cycle in d.cycles]
+    tokens, seconds = sum(len(d.tokens) for d in decoded), sum(d.total_s for d in decoded)
+    plain_tokens, plain_seconds = sum(len(d.tokens) for d in plain), sum(d.total_s for d in plain)
+    histogram = [sum(c.accepted == n for c in cycles) for n in range(block_size)]
+    return DecodingReport(
+        prompts=len(decoded),
+        block_size=block_size,
+        cycles=len(cycles),
+        accept_len=_ratio(sum(c.committed for c in cycles), len(cycles)),
+        accept_len_per_prompt=_mean([d.accept_len for d in decoded if d.cycles]),
+        survival=[
+            _ratio(sum(c.accepted >= k for c in cycles), sum(c.drafted >= k for c in cycles))
+            for k in range(1, block_size)
+        ],
+        accepted_histogram=histogram,
+        tokens_per_s=_ratio(tokens, seconds),
+        plain_tokens_per_s=_ratio(plain_tokens, plain_seconds),
+        speedup=_ratio(tokens * plain_seconds, seconds * plain_tokens),
+        speedup_per_prompt=[
+            _ratio(len(d.tokens) * p.total_s, d.total_s * len(p.tokens))
+            for d, p in zip(decoded, plain, strict=True)
+        ],
+        prefill_ms=_median([1e3 * d.prefill_s for d in decoded]),
+        draft_ms=_median([1e3 * d.draft_s / len(d.cycles) for d in decoded if d.cycles]),
+        verify_ms=_median([1e3 * d.verify_s / len(d.cycles) for d in decoded if d.cycles]),
+        plain_step_ms=_median([1e3 * p.verify_s / len(p.cycles) for p in plain if p.cycles]),
+        identical=len(decoded) - len(divergences),
+        divergences=list(divergences),
+    )
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else math.nan
+
+
+def _mean(values: list[float]) -> float:
+    return fmean(values) if values else math.nan
+
+
+def _median(values: list[float]) -> float:
+    return median(values) if values else math.nan
