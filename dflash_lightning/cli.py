@@ -23,7 +23,7 @@ from dflash_lightning.data.datamodule import DFlashDataModule, resolve_gamma
 from dflash_lightning.errors import UserError
 from dflash_lightning.evaluation import DecodingEvaluation
 from dflash_lightning.module import DFlashModule
-from dflash_lightning.target import TargetConfig
+from dflash_lightning.target_spec import TargetConfig
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "precision": "bf16-mixed",
     "log_every_n_steps": 10,
     "enable_model_summary": False,
+    "use_distributed_sampler": False,  # EpochSampler shares out samples itself
     "default_root_dir": "runs",
 }
 
@@ -83,7 +84,7 @@ class DFlashCLI(LightningCLI):
 
 
 class RunRecord(SaveConfigCallback):
-    """Keeps the configuration: config.yaml, HParams tab, and in checkpoints to compare on resume."""
+    """Keeps the configuration: config.yaml, HParams tab, and checkpoints to compare on resume."""
 
     def __init__(self, parser: Any, config: Any, **_: Any) -> None:
         super().__init__(parser, config, save_to_log_dir=False)

@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -116,7 +116,7 @@ class DecodingEvaluation(pl.Callback):
                 json.dumps(found.to_dict(), indent=1) + "\n"
             )
             if trainer.state.fn == "fit":
-                module.save_drafter(folder / "drafter")  # type: ignore[operator]
+                cast(DFlashModule, module).drafter.save_pretrained(folder / "drafter")
         decoding_table(found, split, folder)
 
     def _evaluate(
@@ -152,14 +152,14 @@ def marked_text(target: Target, prompt: Tensor, decoded: Decoded) -> str:
     """Return a decoded sample as Markdown in which accepted drafts are bold."""
     if target.tokenizer is None:
         return ""
-    pieces, at = [target.tokenizer.decode(decoded.tokens[:1])], 1
+    pieces, at = [target.text(decoded.tokens[:1])], 1
     for cycle in decoded.cycles:
         drafts = min(cycle.accepted, cycle.committed)
-        pieces.append(_bold(target.tokenizer.decode(decoded.tokens[at : at + drafts])))
-        pieces.append(target.tokenizer.decode(decoded.tokens[at + drafts : at + cycle.committed]))
+        pieces.append(_bold(target.text(decoded.tokens[at : at + drafts])))
+        pieces.append(target.text(decoded.tokens[at + drafts : at + cycle.committed]))
         at += cycle.committed
     head = f"accept length {decoded.accept_len:.2f}; drafted and accepted tokens are bold\n\n"
-    return head + "> " + target.tokenizer.decode(prompt) + "\n\n" + "".join(pieces)
+    return head + "> " + target.text(prompt) + "\n\n" + "".join(pieces)
 
 
 def _bold(text: str) -> str:

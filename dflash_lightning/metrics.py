@@ -109,6 +109,15 @@ class AcceptanceBySlot(Metric):
         }
 
 
+def acceptance_scalars(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return what `AcceptanceBySlot.compute` gave as named scalars; unmeasured ones are left out."""
+    scalars = {name: value for name, value in found.items() if value.dim() == 0}
+    for curve, name in (("survival", "accept_rate"), ("marginal", "slot_accuracy")):
+        for slot, value in enumerate(found[curve], start=1):
+            scalars[f"{name}/pos_{slot}"] = value
+    return {name: value for name, value in scalars.items() if value.isfinite()}
+
+
 class WeightedMean(Metric):
     """`sum(w * x) / sum(w)` over everything seen, in float64."""
 

@@ -1,30 +1,29 @@
 """The LightningModule: the frozen target and the trainable drafter meet here, and nowhere else."""
 
 import logging
-import math
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
-from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
-from transformers import get_cosine_schedule_with_warmup
+from torch.optim import Optimizer
 
+from dflash_lightning.checkpoints import check_checkpoint
 from dflash_lightning.data.blocks import Batch
 from dflash_lightning.data.datamodule import DFlashDataModule
 from dflash_lightning.data.draft_vocab import most_frequent, to_draft_rows, token_counts
 from dflash_lightning.decoding.greedy import Decoded, speculate
 from dflash_lightning.decoding.proposer import DrafterProposer, decoding_copy
 from dflash_lightning.drafter.attention import AttentionName, training_attention
-from dflash_lightning.drafter.config import DrafterConfig, architecture_differences, drafter_config
+from dflash_lightning.drafter.config import drafter_config
 from dflash_lightning.drafter.model import Drafter
 from dflash_lightning.errors import UserError
 from dflash_lightning.losses import LossOutput, chunked_loss
-from dflash_lightning.metrics import AcceptanceBySlot, WeightedMean
-from dflash_lightning.target import OutputHead, Target, TargetConfig, load_target
+from dflash_lightning.metrics import AcceptanceBySlot, WeightedMean, acceptance_scalars
+from dflash_lightning.optimizer import adamw_with_cosine
+from dflash_lightning.target import OutputHead, Target, load_target
+from dflash_lightning.target_spec import TargetConfig
 
 log = logging.getLogger(__name__)
 
@@ -221,11 +220,10 @@ class DFlashModule(pl.LightningModule):
     def predict_step(self, batch: list[int], batch_idx: int) -> dict[str, Any]:
         """Decode one prompt with the drafter; returns text, token ids and accept length."""
         assert self.target is not None
-        assert self.target.tokenizer is not None
         decoded = self.decode(torch.tensor(batch), self._datamodule().max_new_tokens)
         return {
-            "prompt": self.target.tokenizer.decode(batch),
-            "text": self.target.tokenizer.decode(decoded.tokens, skip_special_tokens=True),
+            "prompt": self.target.text(batch),
+            "text": self.target.text(decoded.tokens, skip_special_tokens=True),
             "token_ids": decoded.tokens,
             "accept_len": decoded.accept_len,
         }
@@ -259,40 +257,24 @@ class DFlashModule(pl.LightningModule):
         self._log_acceptance("test")
 
     def _log_acceptance(self, split: str) -> None:
-        found = self.acceptance.compute()
-        values = {
-            f"{split}/loss": self.val_loss.compute(),
-            f"{split}/accept_len": found["accept_len"],
-            f"{split}/accept_len_full_blocks": found["accept_len_full_blocks"],
-        }
-        for curve, name in (("survival", "accept_rate"), ("marginal", "slot_accuracy")):
-            for slot, value in enumerate(found[curve], start=1):
-                values[f"{split}/{name}/pos_{slot}"] = value
+        scalars = acceptance_scalars(self.acceptance.compute())
+        self.log(f"{split}/accept_len", scalars.pop("accept_len"), prog_bar=True)
+        self.log_dict({f"{split}/{name}": value for name, value in scalars.items()})
+        self.log(f"{split}/loss", self.val_loss.compute())
         self.val_loss.reset()
         self.acceptance.reset()
-        bar = values.pop(f"{split}/accept_len")
-        self.log(f"{split}/accept_len", bar, prog_bar=True)
-        self.log_dict({key: value for key, value in values.items() if value.isfinite()})
 
     # ---- optimizer -------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW on the drafter; linear warm-up, then a cosine to 0 over the run's steps."""
-        parameters = [p for p in self.drafter.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": self.weight_decay},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        optimizer = AdamW(groups, lr=self.lr)
-        if math.isinf(self.trainer.estimated_stepping_batches):
-            raise UserError(
-                "trainer.max_epochs: the cosine needs an end; set it or trainer.max_steps"
-            )
-        steps = int(self.trainer.estimated_stepping_batches)
-        schedule: LambdaLR = get_cosine_schedule_with_warmup(
-            optimizer, round(self.warmup_ratio * steps), steps
+        return adamw_with_cosine(
+            self.drafter,
+            self.lr,
+            self.weight_decay,
+            self.warmup_ratio,
+            self.trainer.estimated_stepping_batches,
         )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
@@ -305,36 +287,12 @@ class DFlashModule(pl.LightningModule):
             checkpoint["train_position"] = loader.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another architecture, by naming the keys.
+        """Refuse a checkpoint of another architecture; take its weights, tokens and place.
 
         Raises:
             UserError: Architecture, target or draft vocabulary differ from the experiment's.
         """
-        if "drafter_config" not in checkpoint:
-            raise UserError("ckpt_path: this checkpoint was not written by dflash_lightning")
-        saved = DrafterConfig.from_dict(checkpoint["drafter_config"])
-        differing = architecture_differences(saved, self.drafter.config)
-        if differing:
-            raise UserError(
-                "ckpt_path: the checkpoint's drafter differs from this experiment's in "
-                + "; ".join(differing)
-                + ". Set these keys as saved, or start without ckpt_path"
-            )
-        ids = checkpoint["state_dict"].get("drafter.draft_ids")
-        if ids is not None and not torch.equal(ids, self.drafter.draft_ids.cpu()):
-            if self.trainer.training:
-                raise UserError(
-                    "ckpt_path: the draft vocabulary differs: the training answers are not those "
-                    "of the checkpoint"
-                )
-            log.info("draft vocabulary: taken from the checkpoint")
+        check_checkpoint(checkpoint, self.drafter, resuming=bool(self.trainer.training))
         self._head = self._draft_rows = None
         self.supervised_tokens = checkpoint["supervised_tokens"]
         self._train_position = checkpoint.get("train_position") if self.trainer.training else None
-
-    def save_drafter(self, folder: Path) -> None:
-        """Write the drafter as a folder that `Drafter.from_pretrained` loads.
-
-        It holds config.json and model.safetensors.
-        """
-        self.drafter.save_pretrained(folder)

@@ -7,44 +7,21 @@ neither saves, casts, synchronises nor switches it to train mode.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache
 
 from dflash_lightning.errors import UserError
-from dflash_lightning.target_files import EMBEDDED_TARGET, fingerprint, target_folder
-
-
-@dataclass
-class TargetConfig:
-    """Which language model is drafted for, and where the drafter looks into it."""
-
-    name: str = EMBEDDED_TARGET
-    """Hub id (Qwen/Qwen3-4B), local folder, .gguf file, or package://PACKAGE/FILE for a file inside
-    an installed package."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Precision in which the frozen target is kept and run."""
-    revision: str | None = None
-    """Hub revision (branch, tag or commit); null takes the default branch."""
-    num_taps: int = 5
-    """How many target layers the drafter sees, spread by the paper's rule; unused when
-    target_layer_ids is given."""
-    target_layer_ids: list[int] | None = None
-    """Explicit tapped layers: id i is the output of decoder layer i, counted from 0; the last layer
-    may not be tapped."""
-    mask_token_id: int | None = None
-    """Embedding row that stands for a masked slot; null takes the tokenizer's mask token, else the
-    first row beyond the tokenizer, else a reserved special token. Never pad, eos or bos."""
+from dflash_lightning.target_rules import (
+    check_layer_ids,
+    check_mask_token_id,
+    reserved_token_ids,
+    stop_token_ids,
+)
+from dflash_lightning.target_spec import TargetSpec
 
 
 @dataclass
@@ -115,7 +92,9 @@ class Target:
             mask_token_id, self.num_embeddings, self.reserved_ids()
         )
         self.head = _output_head(model, self.config)
-        self.stop_ids = stop_token_ids(model, tokenizer)
+        self.stop_ids = stop_token_ids(
+            getattr(model, "generation_config", None), model.config, tokenizer
+        )
         _check_borrowed_parts(self)
 
     @property
@@ -132,6 +111,16 @@ class Target:
     def num_embeddings(self) -> int:
         """Rows of the input embedding (may exceed the tokenizer's vocabulary)."""
         return int(self._embedding.weight.shape[0])
+
+    def text(self, ids: list[int] | Tensor, skip_special_tokens: bool = False) -> str:
+        """Return token ids as text.
+
+        Raises:
+            UserError: The target came without a tokenizer.
+        """
+        if self.tokenizer is None:
+            raise UserError("model.target.name: this target has no tokenizer")
+        return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def reserved_ids(self) -> dict[int, str]:
         """Return the ids a mask token may not be, with their role."""
@@ -195,47 +184,6 @@ class Target:
         return taps
 
 
-@dataclass(frozen=True)
-class TargetSpec:
-    """A target resolved on disk, its weights not loaded: all that data preparation must know."""
-
-    folder: Path
-    dtype: str
-    fingerprint: str
-    tokenizer: PreTrainedTokenizerBase
-    config: Any
-    target_layer_ids: list[int]
-    mask_token_id: int
-
-
-def inspect_target(config: TargetConfig, cache_dir: Path) -> TargetSpec:
-    """Resolve `config` to a folder, tapped layers and mask token, without loading weights.
-
-    Raises:
-        UserError: Unknown name, bad tapped layers or bad mask token.
-    """
-    folder = target_folder(config.name, config.revision, cache_dir)
-    tokenizer = load_tokenizer(folder)
-    text_config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
-    num_layers = int(text_config.num_hidden_layers)
-    layer_ids = config.target_layer_ids
-    if layer_ids is None:
-        layer_ids = default_layer_ids(num_layers, config.num_taps)
-    reserved = reserved_token_ids(text_config, tokenizer)
-    mask_token_id = config.mask_token_id
-    if mask_token_id is None:
-        mask_token_id = choose_mask_token_id(tokenizer, text_config.vocab_size, reserved)
-    return TargetSpec(
-        folder=folder,
-        dtype=config.dtype,
-        fingerprint=f"{fingerprint(folder)}-{config.dtype}",
-        tokenizer=tokenizer,
-        config=text_config,
-        target_layer_ids=check_layer_ids(layer_ids, num_layers),
-        mask_token_id=check_mask_token_id(mask_token_id, text_config.vocab_size, reserved),
-    )
-
-
 def load_target(spec: TargetSpec, device: torch.device | str = "cpu") -> Target:
     """Load, freeze and check the target of `spec`.
 
@@ -250,126 +198,6 @@ def load_target(spec: TargetSpec, device: torch.device | str = "cpu") -> Target:
         spec.mask_token_id,
         spec.fingerprint,
     )
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a target folder; padding goes right."""
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
-    tokenizer.padding_side = "right"
-    return tokenizer
-
-
-def default_layer_ids(num_layers: int, num_taps: int) -> list[int]:
-    """Return the paper's tapped layers: spread evenly from the second layer to the third from last.
-
-    >>> default_layer_ids(36, 5)
-    [1, 9, 17, 25, 33]
-    >>> default_layer_ids(30, 1)
-    [15]
-
-    Raises:
-        UserError: The target has too few layers for that many distinct taps (it needs
-            `num_taps + 3`).
-    """
-    if num_taps < 1:
-        raise UserError(f"model.target.num_taps: needs at least 1, got {num_taps}")
-    if num_layers < num_taps + 3:
-        raise UserError(
-            f"model.target.num_taps: {num_taps} distinct taps need {num_taps + 3} target layers, "
-            f"this target has {num_layers}; take fewer taps or give model.target.target_layer_ids"
-        )
-    if num_taps == 1:
-        return [num_layers // 2]
-    return [round(1 + j * (num_layers - 4) / (num_taps - 1)) for j in range(num_taps)]
-
-
-def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> list[int]:
-    """Return the ids as a list if they are distinct, ascending and below the last layer (0 .. L-2).
-
-    The last layer is refused because Hugging Face returns it after the final norm, unlike all
-    others.
-    """
-    ids = list(layer_ids)
-    if not ids or ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] > num_layers - 2:
-        raise UserError(
-            f"model.target.target_layer_ids: {ids} must be distinct, ascending and within "
-            f"0..{num_layers - 2} (the target has {num_layers} layers and the last may not be "
-            "tapped)"
-        )
-    return ids
-
-
-def reserved_token_ids(config: Any, tokenizer: PreTrainedTokenizerBase | None) -> dict[int, str]:
-    """Return the pad, eos and bos ids of a target with their names."""
-    found: dict[int, str] = {}
-    for role in ("bos", "eos", "pad"):
-        for holder in (config, tokenizer):
-            value = getattr(holder, f"{role}_token_id", None)
-            for token_id in value if isinstance(value, list) else [value]:
-                if token_id is not None:
-                    found[int(token_id)] = role
-    return found
-
-
-def check_mask_token_id(token_id: int, num_embeddings: int, reserved: dict[int, str]) -> int:
-    """Return `token_id` if it is an existing embedding row that is not pad, eos or bos."""
-    if not 0 <= token_id < num_embeddings:
-        raise UserError(
-            f"model.target.mask_token_id: {token_id} is outside the target's embedding "
-            f"(rows 0..{num_embeddings - 1})"
-        )
-    if token_id in reserved:
-        raise UserError(
-            f"model.target.mask_token_id: {token_id} is the target's {reserved[token_id]} token; "
-            "take an unused row"
-        )
-    return token_id
-
-
-def choose_mask_token_id(
-    tokenizer: PreTrainedTokenizerBase, num_embeddings: int, reserved: dict[int, str]
-) -> int:
-    """Return the embedding row of a masked slot.
-
-    The tokenizer's mask token, else the first row beyond the tokenizer, else a reserved special
-    token. For Qwen3 this is 151669, the row z-lab's drafters use. Special tokens that occur in the
-    chat template are not taken.
-
-    Raises:
-        UserError: Nothing fits; the user must name a row.
-    """
-    if tokenizer.mask_token_id is not None:
-        return int(tokenizer.mask_token_id)
-    vocab = tokenizer.get_vocab()
-    spare = max(vocab.values()) + 1  # not len(tokenizer): ids may have gaps
-    if spare < num_embeddings:
-        return spare
-    template = str(tokenizer.chat_template or "")
-    names = set(tokenizer.all_special_tokens)
-    special = sorted((i, token) for token, i in vocab.items() if token in names)
-    free = [i for i, token in special if i not in reserved and token not in template]
-    if not free:
-        raise UserError(
-            "model.target.mask_token_id: this target has no mask token, no spare embedding row and "
-            "no unused special token; name an embedding row that the training data never uses"
-        )
-    return free[-1]
-
-
-def stop_token_ids(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
-) -> frozenset[int]:
-    """Return every id that ends generation.
-
-    From the generation config, the model config and the tokenizer.
-    """
-    found: set[int] = set()
-    for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
-        value = getattr(holder, "eos_token_id", None)
-        found.update(
-            value if isinstance(value, (list, tuple)) else [] if value is None else [value]
-        )
-    return frozenset(int(i) for i in found)
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from dflash_lightning.data.blocks import Batch, RandomAnchors, anchor_candidates
 from dflash_lightning.data.datamodule import DFlashDataModule, default_cache_dir, resolve_gamma
 from dflash_lightning.data.prompts import SPLITS, JsonlPrompts, PromptSource, TextPrompts
 from dflash_lightning.errors import UserError
-from dflash_lightning.target import Target, TargetConfig, load_target
+from dflash_lightning.target import Target, load_target
+from dflash_lightning.target_spec import TargetConfig
 
 K, N, HIDDEN, TAPS = 4, 5, 32, 3
 MAX_NEW = 12

@@ -7,7 +7,7 @@ from transformers import Qwen3Config
 from dflash_lightning.cli import main
 from dflash_lightning.drafter.config import drafter_config
 from dflash_lightning.drafter.model import Drafter
-from dflash_lightning.target import default_layer_ids
+from dflash_lightning.target_rules import default_layer_ids
 
 ROOT = Path(__file__).parent.parent
 EXPERIMENTS = sorted((ROOT / "experiments").glob("*.yaml"))

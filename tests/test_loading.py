@@ -66,10 +66,6 @@ def frozen(batches: Iterator[Any] | list[Batch]) -> list[list[Any]]:
     return [[f.tolist() if isinstance(f, Tensor) else f for f in batch] for batch in batches]
 
 
-def indices(batches: Iterator[Any]) -> list[list[int]]:
-    return [batch.input_ids[:, 0].tolist() for batch in batches]
-
-
 # ---- sampler -----------------------------------------------------------------
 
 
@@ -130,9 +126,16 @@ def test_similar_lengths_share_a_batch_but_batches_are_mixed() -> None:
     assert neighbours > 150, "short and long batches must alternate, not climb"
 
 
-def test_only_the_last_batch_is_short() -> None:
-    sizes = [len(batch) for batch in indices(epoch_of(make_loader(), 0))]
-    assert sizes == [BATCH] * (BATCHES - 1) + [COUNT - BATCH * (BATCHES - 1)]
+def test_only_the_last_batch_is_short_and_shifts_no_other() -> None:
+    """22 samples are one stretch: its batches are cut from the samples sorted by length."""
+    lengths = random.Random(1).sample(range(4, 100), COUNT)
+    by_length = sorted(range(COUNT), key=lambda i: lengths[i])
+    expected = {frozenset(by_length[n : n + BATCH]) for n in range(0, COUNT, BATCH)}
+    sampler = EpochSampler(lengths, BATCH, 0, shuffle=True)
+    for epoch in range(5):
+        sampler.set_epoch(epoch)
+        order = [index for index, _ in sampler]
+        assert {frozenset(order[n : n + BATCH]) for n in range(0, COUNT, BATCH)} == expected
 
 
 # ---- resuming ----------------------------------------------------------------
@@ -190,6 +193,14 @@ def test_abandoned_epoch_does_not_shorten_the_next() -> None:
     list(islice(epoch_of(loader, 0), 2))
     assert frozen(epoch_of(loader, 1)) == frozen(epoch_of(make_loader(), 1))
     assert loader.state_dict() == {"epoch": 1, "batches": BATCHES}
+
+
+def test_resuming_happens_once() -> None:
+    """A resumed epoch that is abandoned and begun again is whole."""
+    loader = make_loader()
+    loader.load_state_dict({"epoch": 1, "batches": 2})
+    list(islice(epoch_of(loader, 1), 1))
+    assert frozen(epoch_of(loader, 1)) == frozen(epoch_of(make_loader(), 1))
 
 
 def test_anchors_are_fresh_in_every_epoch_of_training_only() -> None:

@@ -27,18 +27,16 @@ from transformers.cache_utils import DynamicCache
 
 from dflash_lightning import target_files
 from dflash_lightning.errors import UserError
-from dflash_lightning.target import (
-    Target,
-    TargetConfig,
+from dflash_lightning.target import Target, load_target
+from dflash_lightning.target_files import fingerprint, target_folder
+from dflash_lightning.target_rules import (
     check_layer_ids,
     check_mask_token_id,
     choose_mask_token_id,
     default_layer_ids,
-    inspect_target,
-    load_target,
     reserved_token_ids,
 )
-from dflash_lightning.target_files import fingerprint, target_folder
+from dflash_lightning.target_spec import TargetConfig, inspect_target
 
 RESERVED = {0: "bos", EOS: "eos", 2: "pad"}
 

@@ -37,7 +37,8 @@ from dflash_lightning.data.samples import (
     text_sample,
 )
 from dflash_lightning.errors import UserError
-from dflash_lightning.target import Target, TargetConfig, TargetSpec, inspect_target, load_target
+from dflash_lightning.target import Target, load_target
+from dflash_lightning.target_spec import TargetConfig, TargetSpec, inspect_target
 
 log = logging.getLogger(__name__)
 
@@ -86,12 +87,8 @@ class DFlashDataModule(pl.LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        self.prompts, self.target, self.responses, self.features = (
-            prompts,
-            target,
-            responses,
-            features,
-        )
+        self.prompts, self.target = prompts, target
+        self.responses, self.features = responses, features
         self.block_size, self.anchors, self.batch_size = block_size, anchors, batch_size
         self.max_new_tokens, self.max_length = max_new_tokens, max_length
         self.cache_dir = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
@@ -121,7 +118,8 @@ class DFlashDataModule(pl.LightningDataModule):
 
         def loaded() -> Target:
             if not target:
-                target.append(load_target(self.spec))
+                device = self.trainer.strategy.root_device if self.trainer else "cpu"
+                target.append(load_target(self.spec, device))
             return target[0]
 
         for split, prompts in self.prompts.load().items():
@@ -151,7 +149,7 @@ class DFlashDataModule(pl.LightningDataModule):
         try:
             if prompt.text is not None:
                 return text_sample(self.spec.tokenizer, prompt.text)
-            return chat_sample(self.spec.tokenizer, prompt.messages)
+            return chat_sample(self.spec.tokenizer, prompt.messages, self.spec.stop_ids)
         except UserError as error:
             raise UserError(f"{prompt.source}: {error}") from error
 
@@ -223,7 +221,11 @@ class DFlashDataModule(pl.LightningDataModule):
         collate = BlockCollator(
             self.anchors, self.block_size, self.spec.mask_token_id, self.gamma, self.seed
         )
-        sampler = EpochSampler([len(s.ids) for s in samples], self.batch_size, self.seed, shuffle)
+        lengths = [len(s.ids) for s in samples]
+        rank, world = (
+            (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        )
+        sampler = EpochSampler(lengths, self.batch_size, self.seed, shuffle, rank, world)
         return ResumableLoader(
             SampleDataset(samples, self.stores[split]),
             batch_size=self.batch_size,

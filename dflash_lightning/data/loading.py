@@ -25,10 +25,22 @@ class EpochSampler(Sampler[tuple[int, int]]):
         batch_size: Samples per batch.
         seed: Seed of the order.
         shuffle: False yields samples in order, always as of epoch 0.
+        rank: Which share of the samples this process takes.
+        world: Number of processes. With several, shuffled epochs keep whole batches only, equally
+            many a process.
     """
 
-    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        batch_size: int,
+        seed: int,
+        shuffle: bool,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
         self.lengths, self.batch_size, self.seed, self.shuffle = lengths, batch_size, seed, shuffle
+        self.rank, self.world = rank, world
         self.epoch = 0
         self.skip = 0
 
@@ -37,13 +49,17 @@ class EpochSampler(Sampler[tuple[int, int]]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """Return the number of samples of a whole epoch."""
-        return len(self.lengths)
+        """Return the number of this process's samples in a whole epoch."""
+        count = len(self.lengths)
+        if self.shuffle and self.world > 1:
+            return count // self.batch_size // self.world * self.batch_size
+        return len(range(self.rank, count, self.world))
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Yield (sample index, epoch), without the first `skip` samples."""
         epoch = self.epoch if self.shuffle else 0
-        order = self._shuffled(epoch) if self.shuffle else list(range(len(self.lengths)))
+        in_order = range(self.rank, len(self.lengths), self.world)
+        order = self._shuffled(epoch) if self.shuffle else list(in_order)
         return iter([(index, epoch) for index in order[self.skip :]])
 
     def _shuffled(self, epoch: int) -> list[int]:
@@ -58,6 +74,9 @@ class EpochSampler(Sampler[tuple[int, int]]):
             if len(cut[-1]) < self.batch_size:
                 tail = cut.pop()
             batches += [cut[i] for i in torch.randperm(len(cut), generator=generator).tolist()]
+        if self.world > 1:
+            even = len(batches) // self.world * self.world
+            return [index for batch in batches[self.rank : even : self.world] for index in batch]
         return [index for batch in [*batches, tail] for index in batch]
 
 

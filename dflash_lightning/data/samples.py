@@ -1,6 +1,6 @@
 """A sample: token ids and which of them the target would have generated itself (`loss_mask`)."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,16 +52,26 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) 
     return list(tokenizer(text, add_special_tokens=False).input_ids)
 
 
-def chat_sample(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> Sample:
+def chat_sample(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    stop_ids: Collection[int] | None = None,
+) -> Sample:
     """Return a finished chat as one sample.
 
     Every assistant turn is supervised, its stop token included. Works with templates that carry
     generation tags and with stock templates that have none: an assistant turn is what the chat's
     rendering adds to the rendering of the chat before it with the generation prompt.
 
+    Args:
+        tokenizer: The target's, with a chat template.
+        messages: The chat.
+        stop_ids: Tokens that end a turn; None takes the tokenizer's eos.
+
     Raises:
         UserError: No assistant turn, or a template under which none can be located.
     """
+    ends = {tokenizer.eos_token_id} if stop_ids is None else stop_ids
     text = _render(tokenizer, messages, add_generation_prompt=False)
     spans = _assistant_spans(tokenizer, messages, text)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -71,7 +81,7 @@ def chat_sample(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message])
         inside = [
             i for i, (s, e) in enumerate(encoded.offset_mapping) if s >= start and s < e <= end
         ]
-        stops = [n for n, i in enumerate(inside) if ids[i] == tokenizer.eos_token_id]
+        stops = [n for n, i in enumerate(inside) if int(ids[i]) in ends]
         loss_mask[inside[: stops[-1] + 1] if stops else inside] = True
     if not loss_mask.any():
         raise UserError(

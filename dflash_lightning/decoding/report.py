@@ -90,7 +90,7 @@ class DecodingReport:
 
 
 ROUNDING_GAP = 0.5
-"""Logits. Neighbouring bfloat16 logits of size 16..32 are 0.125 apart: ties show gaps of some steps."""
+"""Logits. Neighbouring bfloat16 numbers in 16..32 are 0.125 apart: a tie shows some such steps."""
 
 
 def report(
