@@ -110,7 +110,7 @@ class AcceptanceBySlot(Metric):
 
 
 def acceptance_scalars(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return what `AcceptanceBySlot.compute` gave as named scalars; unmeasured ones are left out."""
+    """Return what `AcceptanceBySlot.compute` gave as named scalars, without unmeasured ones."""
     scalars = {name: value for name, value in found.items() if value.dim() == 0}
     for curve, name in (("survival", "accept_rate"), ("marginal", "slot_accuracy")):
         for slot, value in enumerate(found[curve], start=1):

@@ -163,7 +163,7 @@ def test_a_resumed_loader_can_be_resumed_again() -> None:
     list(islice(epoch_of(loader, 1), 2))
     for taken in (2, 3):
         state = loader.state_dict()
-        assert state == {"epoch": 1, "batches": taken}
+        assert state == {"epoch": 1, "batches": taken, "ahead": 0}
         loader = make_loader()
         loader.load_state_dict(state)
         assert loader.state_dict() == state, "a checkpoint before the next batch"
@@ -192,7 +192,7 @@ def test_abandoned_epoch_does_not_shorten_the_next() -> None:
     loader = make_loader()
     list(islice(epoch_of(loader, 0), 2))
     assert frozen(epoch_of(loader, 1)) == frozen(epoch_of(make_loader(), 1))
-    assert loader.state_dict() == {"epoch": 1, "batches": BATCHES}
+    assert loader.state_dict() == {"epoch": 1, "batches": BATCHES, "ahead": 0}
 
 
 def test_resuming_happens_once() -> None:
@@ -222,7 +222,9 @@ def test_worker_processes_change_nothing() -> None:
         assert frozen(epoch_of(loader, epoch)) == frozen(epoch_of(plain, epoch))
     whole = frozen(epoch_of(plain, 1))
     assert frozen(islice(epoch_of(loader, 1), 2)) == whole[:2]
-    assert loader.state_dict() == {"epoch": 1, "batches": 2}, "prefetched batches do not count"
+    assert loader.state_dict() == {"epoch": 1, "batches": 2, "ahead": 0}, (
+        "prefetched batches do not count"
+    )
     resumed = make_loader(workers=2)
     resumed.load_state_dict(loader.state_dict())
     assert frozen(epoch_of(resumed, 1)) == whole[2:]

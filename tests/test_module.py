@@ -768,9 +768,12 @@ def test_a_resumed_run_is_the_straight_run(
     assert module.supervised_tokens == whole.supervised_tokens == whole.watch.tokens[-1]
 
 
-def test_a_run_resumed_after_the_validation_that_ended_an_epoch(lab: Lab, tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 9}])
+def test_a_run_resumed_after_the_validation_that_ended_an_epoch(
+    lab: Lab, tmp_path: Path, end: dict[str, int]
+) -> None:
     """The usual checkpoint: saved on a validation metric."""
-    options: dict[str, Any] = {"max_epochs": 3, "limit_val_batches": 1}
+    options: dict[str, Any] = {**end, "limit_val_batches": 1}
     best = ModelCheckpoint(
         tmp_path, monitor="val/accept_len", mode="max", save_top_k=-1, filename="{step}"
     )

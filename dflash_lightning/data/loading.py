@@ -42,6 +42,7 @@ class EpochSampler(Sampler[tuple[int, int]]):
         self.lengths, self.batch_size, self.seed, self.shuffle = lengths, batch_size, seed, shuffle
         self.rank, self.world = rank, world
         self.epoch = 0
+        self.ahead = 0
         self.skip = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -57,7 +58,7 @@ class EpochSampler(Sampler[tuple[int, int]]):
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Yield (sample index, epoch), without the first `skip` samples."""
-        epoch = self.epoch if self.shuffle else 0
+        epoch = self.epoch - self.ahead if self.shuffle else 0
         in_order = range(self.rank, len(self.lengths), self.world)
         order = self._shuffled(epoch) if self.shuffle else list(in_order)
         return iter([(index, epoch) for index in order[self.skip :]])
@@ -83,7 +84,9 @@ class EpochSampler(Sampler[tuple[int, int]]):
 class ResumableLoader(DataLoader[Item]):
     """A loader that a checkpoint can continue in the middle of an epoch.
 
-    It skips the batches already given.
+    It skips the batches already given, and after a finished epoch goes on with the next one:
+    Lightning's own count runs one ahead when a run with `max_steps` is resumed from a checkpoint
+    that was saved by the validation at the end of an epoch.
     """
 
     _epoch = 0
@@ -93,9 +96,12 @@ class ResumableLoader(DataLoader[Item]):
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         """Yield the batches of an epoch that were not given yet."""
         sampler = cast(EpochSampler, self.sampler)
-        same_epoch = self._resumed and self._epoch == sampler.epoch
-        start = self._given if same_epoch and self._given < len(self) else 0
-        self._resumed, self._epoch, self._given = False, sampler.epoch, start
+        epoch, start = sampler.epoch - sampler.ahead, 0
+        if self._resumed and epoch == self._epoch and self._given < len(self):
+            start = self._given
+        elif self._resumed:
+            sampler.ahead, epoch = sampler.epoch - (self._epoch + 1), self._epoch + 1
+        self._resumed, self._epoch, self._given = False, epoch, start
         sampler.skip = start * (self.batch_size or 1)
         for batch in super().__iter__():
             self._given += 1
@@ -103,7 +109,8 @@ class ResumableLoader(DataLoader[Item]):
 
     def state_dict(self) -> dict[str, int]:
         """Return the epoch and how many of its batches were given."""
-        return {"epoch": self._epoch, "batches": self._given}
+        ahead = cast(EpochSampler, self.sampler).ahead
+        return {"epoch": self._epoch, "batches": self._given, "ahead": ahead}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue after the batches that were given.
@@ -111,6 +118,7 @@ class ResumableLoader(DataLoader[Item]):
         Unless another epoch is begun before the next batch is taken.
         """
         self._epoch, self._given, self._resumed = state["epoch"], state["batches"], True
+        cast(EpochSampler, self.sampler).ahead = state.get("ahead", 0)
 
 
 class SampleDataset(Dataset[Item]):
