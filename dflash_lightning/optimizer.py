@@ -33,7 +33,10 @@ def adamw_with_cosine(
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    optimizer = AdamW(groups, lr=lr)
+    optimizer = AdamW(groups, lr=lr, fused=True)
+    # Lightning would refuse to clip: it takes every fused optimizer for one that unscales gradients
+    # itself. This one is never given a scale.
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     schedule: LambdaLR = get_cosine_schedule_with_warmup(
         optimizer, round(warmup_ratio * steps), int(steps)
     )
