@@ -29,7 +29,7 @@ def answer_prompts(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     cache_dir: Path,
-    batch_size: int = 64,
+    batch_size: int = 192,
 ) -> list[list[int]]:
     """Return the target's greedy answer to each prompt; made now if the cache lacks it.
 
