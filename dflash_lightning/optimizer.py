@@ -36,7 +36,7 @@ def adamw_with_cosine(
     optimizer = AdamW(groups, lr=lr, fused=True)
     # Lightning would refuse to clip: it takes every fused optimizer for one that unscales gradients
     # itself. This one is never given a scale.
-    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    optimizer._step_supports_amp_scaling = False
     schedule: LambdaLR = get_cosine_schedule_with_warmup(
         optimizer, round(warmup_ratio * steps), int(steps)
     )
