@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import lightning.pytorch as pl
 import yaml
 from jsonargparse import Namespace, set_parsing_settings
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 from omegaconf.errors import OmegaConfBaseException
@@ -81,6 +82,16 @@ class DFlashCLI(LightningCLI):
                     default_hp_metric=False,
                 ),
             )
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """Keep `last.ckpt` unless checkpoints are off or configured otherwise."""
+        own = self._get(self.config_init, "trainer.callbacks") or []
+        off = self._get(self.config_init, "trainer.enable_checkpointing") is False
+        callbacks: list[pl.Callback] = [PredictionWriter()]
+        if not off and not any(isinstance(c, ModelCheckpoint) for c in own):
+            callbacks.append(ModelCheckpoint(save_last=True))
+        self.trainer_defaults["callbacks"] = callbacks
+        return super().instantiate_trainer(**kwargs)
 
 
 class RunRecord(SaveConfigCallback):
@@ -211,7 +222,7 @@ def main(args: list[str] | None = None, run: bool = True) -> DFlashCLI:
             run=run,
             seed_everything_default=0,
             save_config_callback=RunRecord,
-            trainer_defaults={**TRAINER_DEFAULTS, "callbacks": [PredictionWriter()]},
+            trainer_defaults=dict(TRAINER_DEFAULTS),
             auto_configure_optimizers=False,
             parser_class=Parser,
             parser_kwargs={

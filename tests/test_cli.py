@@ -69,7 +69,7 @@ def run(experiment: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoint(run: Path) -> Path:
-    return next((run / "checkpoints").glob("*.ckpt"))
+    return run / "checkpoints" / "last.ckpt"
 
 
 def test_run_folder_holds_what_a_user_needs(run: Path) -> None:
@@ -166,6 +166,16 @@ def test_validate_test_and_predict(experiment: Path, checkpoint: Path) -> None:
     rows = [json.loads(line) for line in lines]
     assert len(rows) == 3
     assert all(len(row["token_ids"]) <= 16 and row["accept_len"] >= 1 for row in rows)
+
+
+def test_checkpoints_can_be_off_or_ones_own(experiment: Path) -> None:
+    """The default `last.ckpt` neither contradicts `enable_checkpointing` nor doubles a user's."""
+    off = main(["-c", str(experiment), "--trainer.enable_checkpointing", "false"], run=False)
+    assert off.trainer.checkpoint_callback is None
+    flags = ["--trainer.callbacks+", "lightning.pytorch.callbacks.ModelCheckpoint"]
+    own = main(["-c", str(experiment), *flags], run=False)
+    assert len(own.trainer.checkpoint_callbacks) == 1
+    assert not own.trainer.checkpoint_callback.save_last
 
 
 def test_print_config_round_trips(
