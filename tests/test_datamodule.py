@@ -147,9 +147,9 @@ def test_target_is_loaded_once_and_not_again(
 ) -> None:
     loaded: list[Any] = []
 
-    def counting(spec: Any) -> Target:
-        loaded.append(spec)
-        return load_target(spec)
+    def counting(*args: Any) -> Target:
+        loaded.append(args)
+        return load_target(*args)
 
     monkeypatch.setattr(datamodule, "load_target", counting)
     first = ready_data(target_folder, tmp_path, word_prompts(tmp_path), features="store")

@@ -279,3 +279,22 @@ def test_prompts_come_one_by_one() -> None:
     prompts = [[1, 2], [3]]
     dataset = PromptDataset(prompts)
     assert [only_item([dataset[i]]) for i in range(len(dataset))] == prompts
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_processes_share_the_samples(world: int) -> None:
+    """Shuffled epochs: equally many whole batches each, none twice; unshuffled: every sample once."""
+    lengths = [5 + (i * 7) % 11 for i in range(41)]
+    for shuffle in (True, False):
+        shares = [
+            EpochSampler(lengths, 4, seed=3, shuffle=shuffle, rank=rank, world=world)
+            for rank in range(world)
+        ]
+        taken = [[index for index, _ in share] for share in shares]
+        assert [len(share) for share in shares] == [len(indices) for indices in taken]
+        everything = [index for indices in taken for index in indices]
+        assert len(set(everything)) == len(everything)
+        if shuffle:
+            assert {len(indices) for indices in taken} == {41 // 4 // world * 4}
+        else:
+            assert sorted(everything) == list(range(41))

@@ -201,3 +201,12 @@ def test_cut_keeps_ids_and_mask_together() -> None:
 def test_mask_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="differ"):
         Sample(torch.arange(3), torch.ones(2, dtype=torch.bool))
+
+
+def test_a_turn_ends_where_the_target_stops_not_only_at_eos() -> None:
+    """Stop ids that only the generation config names (Gemma's end of turn) end a turn too."""
+    tokenizer = tiny_tokenizer()
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b;c"}]
+    stop = tokenizer(";", add_special_tokens=False).input_ids[0]
+    sample = chat_sample(tokenizer, messages, {stop})
+    assert tokenizer.convert_ids_to_tokens(sample.ids[sample.loss_mask].tolist()) == ["b", ";"]
