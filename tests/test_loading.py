@@ -283,7 +283,7 @@ def test_prompts_come_one_by_one() -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_processes_share_the_samples(world: int) -> None:
-    """Shuffled epochs: equally many whole batches each, none twice; unshuffled: every sample once."""
+    """Shuffled epochs: equally many whole batches each, none twice; unshuffled: every one once."""
     lengths = [5 + (i * 7) % 11 for i in range(41)]
     for shuffle in (True, False):
         shares = [
