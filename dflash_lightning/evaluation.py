@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dflash_lightning.console import decoding_table
-from dflash_lightning.decoding.greedy import Decoded, decode_plain, divergence, speculate
+from dflash_lightning.decoding.loop import Decoded, decode, divergence
 from dflash_lightning.decoding.proposer import DrafterProposer, Proposer, decoding_copy
 from dflash_lightning.decoding.report import DecodingReport, Divergence, report
 from dflash_lightning.errors import UserError
@@ -37,14 +37,14 @@ def evaluate(
     """
     if not prompts:
         raise UserError("data.prompts: there is no held-out prompt to decode")
-    speculate(target, proposer, prompts[0], 8, ())  # warm up
-    decode_plain(target, prompts[0], 4, ())
+    for warm in (proposer, None):
+        decode(target, prompts[:1], warm, 8, ())
     decoded, plain, divergences = [], [], []
     for n, prompt in enumerate(
         tqdm(prompts, desc="decoding held-out prompts", unit="prompt", leave=False)
     ):
-        decoded.append(speculate(target, proposer, prompt, max_new_tokens))
-        plain.append(decode_plain(target, prompt, max_new_tokens))
+        decoded += decode(target, [prompt], proposer, max_new_tokens)
+        plain += decode(target, [prompt], None, max_new_tokens)
         found = divergence(target, prompt, decoded[-1].tokens, plain[-1].tokens)
         if found is not None:
             divergences.append(Divergence(n, *found))

@@ -13,7 +13,7 @@ from dflash_lightning.checkpoints import check_checkpoint
 from dflash_lightning.data.blocks import Batch
 from dflash_lightning.data.datamodule import DFlashDataModule
 from dflash_lightning.data.draft_vocab import most_frequent, to_draft_rows, token_counts
-from dflash_lightning.decoding.greedy import Decoded, speculate
+from dflash_lightning.decoding.loop import Decoded, decode
 from dflash_lightning.decoding.proposer import DrafterProposer, decoding_copy
 from dflash_lightning.drafter.attention import AttentionName, training_attention
 from dflash_lightning.drafter.config import drafter_config
@@ -233,7 +233,7 @@ class DFlashModule(pl.LightningModule):
         assert self.target is not None
         proposer = DrafterProposer(decoding_copy(self.drafter, self.target.dtype), self.target)
         with torch.autocast(self.device.type, enabled=False):
-            return speculate(self.target, proposer, prompt, max_new_tokens)
+            return decode(self.target, [prompt], proposer, max_new_tokens)[0]
 
     # ---- epochs ----------------------------------------------------------------------------------
 

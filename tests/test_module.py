@@ -20,7 +20,7 @@ from dflash_lightning.data.blocks import Batch, RandomAnchors
 from dflash_lightning.data.datamodule import DFlashDataModule
 from dflash_lightning.data.draft_vocab import to_draft_rows
 from dflash_lightning.data.prompts import JsonlPrompts
-from dflash_lightning.decoding.greedy import decode_plain
+from dflash_lightning.decoding.loop import decode
 from dflash_lightning.drafter.attention import full_attention
 from dflash_lightning.drafter.model import Drafter
 from dflash_lightning.errors import UserError
@@ -642,7 +642,7 @@ def test_prediction_returns_text_and_accept_length(lab: Lab) -> None:
     assert len(found) == len(data.held_out_prompts["test"]) == len(QUESTIONS)
     assert module.target is not None
     for prompt, answer in zip(data.held_out_prompts["test"], found, strict=True):
-        plain = decode_plain(module.target, torch.tensor(prompt), data.max_new_tokens)
+        [plain] = decode(module.target, [torch.tensor(prompt)], None, data.max_new_tokens)
         assert answer["token_ids"] == plain.tokens
         tokenizer = data.spec.tokenizer
         assert answer["text"] == tokenizer.decode(plain.tokens, skip_special_tokens=True)

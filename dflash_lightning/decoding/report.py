@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
-from dflash_lightning.decoding.greedy import Decoded
+from dflash_lightning.decoding.loop import Decoded
 
 
 @dataclass(frozen=True)
