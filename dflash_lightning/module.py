@@ -104,6 +104,8 @@ class DFlashModule(pl.LightningModule):
                 draft_vocab_size=self.draft_vocab,
                 intermediate_size=self.intermediate_size,
                 target_name=self.target_config.name,
+                target_revision=self.target_config.revision,
+                target_dtype=self.target_config.dtype,
                 target_fingerprint=self.target.fingerprint,
             )
         )

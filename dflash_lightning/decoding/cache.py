@@ -1,4 +1,4 @@
-"""A key/value cache whose rows have lengths of their own: the target's memory of a batch of sequences.
+"""The target's memory of a batch of sequences: a key/value cache whose rows have own lengths.
 
 New states of row b are written behind its committed ones, over whatever a rejected draft left
 there; rolling back is a smaller length. A row's stale states are hidden by the mask.
@@ -60,7 +60,7 @@ class RowBuffer:
         return self.data[:, :, :end]
 
     def read(self, rows: Rows) -> Tensor:
-        """Return the committed states `[B, heads, longest, head_dim]`; a row's end is its length."""
+        """Return states `[B, heads, longest, head_dim]`, valid up to each row's length."""
         assert self.data is not None
         return self.data[:, :, : rows.longest]
 
@@ -113,7 +113,8 @@ class RowCache(Cache):
 
     def __init__(self, model: PreTrainedModel, batch: int) -> None:
         config: Any = model.config.get_text_config(decoder=True)
-        check_rollback(config)
+        check_rollback(config, model._is_stateful)
+        self.last_position = config.max_position_embeddings - 1
         self.rows = Rows(batch, model.device)
         self.window: int | None = getattr(config, "sliding_window", None)
         kinds = getattr(config, "layer_types", None)
@@ -121,13 +122,14 @@ class RowCache(Cache):
             kinds = ["full_attention" if self.window is None else "sliding_attention"]
         self.kinds = set(kinds)
         self.mapped = getattr(config, "layer_types", None) is not None
-        super().__init__(layers=[_RowLayer(self.rows) for _ in range(config.num_hidden_layers)])
+        layers = [_RowLayer(self.rows) for _ in range(config.num_hidden_layers)]
+        self.buffers = [buffer for layer in layers for buffer in layer.buffers]
+        super().__init__(layers=[*layers])
 
-    def masks(self, count: int, dtype: torch.dtype) -> Tensor | dict[str, Tensor] | None:
-        """Return who sees whom when each row gets `count` new tokens: additive, `[B, 1, count, end]`.
+    def masks(self, count: int, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+        """Return who sees whom when each row gets `count` new tokens.
 
-        One mask, or one per layer type where the target has several. None where a plain decoding
-        step or an empty cache needs none.
+        Additive, `[B, 1, count, end]`: one mask, or one per layer type where the config lists them.
         """
         rows = self.rows
         end = rows.longest + count
@@ -144,25 +146,35 @@ class RowCache(Cache):
         return found if self.mapped else next(iter(found.values()))
 
     def positions(self, count: int) -> Tensor:
-        """Return the positions `[B, count]` of each row's next `count` tokens."""
-        return self.rows.lengths[:, None] + torch.arange(count, device=self.rows.lengths.device)
+        """Return the positions `[B, count]` of each row's next `count` tokens.
+
+        Those beyond the target's window, where a row gets more tokens than it has room for, are
+        held at its end: a RoPE that depends on the highest position must not see them.
+        """
+        steps = torch.arange(count, device=self.rows.lengths.device)
+        return (self.rows.lengths[:, None] + steps).clamp(max=self.last_position)
 
     def keep(self, index: Tensor) -> None:
         """Keep only the rows in `index` `[b]`."""
-        for layer in self.layers:
-            for buffer in layer.buffers:
-                buffer.keep(index)
+        for buffer in self.buffers:
+            buffer.keep(index)
         self.rows.set(self.rows.lengths[index])
 
 
-def check_rollback(config: Any) -> None:
+def check_rollback(config: Any, stateful: bool = False) -> None:
     """Refuse a target whose memory can't forget rejected tokens.
+
+    Args:
+        config: The target's text config.
+        stateful: Whether transformers says that the model keeps a recurrent state.
 
     Raises:
         UserError: For example a linear-attention or state-space target.
     """
     foreign = set(getattr(config, "layer_types", None) or []) - ATTENTION_LAYERS
-    recurrent = any(hasattr(config, key) for key in ("ssm_cfg", "state_size", "mamba_d_state"))
+    recurrent = stateful or any(
+        hasattr(config, key) for key in ("ssm_cfg", "state_size", "mamba_d_state")
+    )
     if foreign or recurrent:
         kinds = ", ".join(sorted(foreign)) or "a recurrent state"
         raise UserError(

@@ -1,11 +1,13 @@
 """Speculative decoding of a batch: draft a block, verify it in one target forward, keep what holds.
 
-    prefill -> first token;  then cycle:  propose K-1 tokens -> verify K -> accept a prefix + one token
+    prefill -> first token
+    cycle:  propose K-1 tokens -> verify K -> accept a prefix + one token
             -> shorten each row to what it committed -> hand the committed positions' states over
 
-Rows have lengths, accepted counts, stops and random numbers of their own; finished rows leave the batch.
-Greedy output is the target's own, token for token (float32; in bfloat16 a verify of K tokens and a
-one-token step differ in rounding, see `divergence`). Sampled output has the target's own distribution.
+Rows have lengths, accepted counts, stops and random numbers of their own; finished rows leave the
+batch. Greedy output is the target's own, token for token (float32; in bfloat16 a verify of K tokens
+and a one-token step differ in rounding, see `divergence`). Sampled output has the target's own
+distribution.
 """
 
 import time
@@ -45,6 +47,8 @@ class Cycle:
     """Of these, how many led the block and were accepted."""
     committed: int
     """Tokens added to the output: accepted + one, cut at a stop token."""
+    drafts: list[int] = field(default_factory=list, repr=False, compare=False)
+    """The drafted tokens, to compare with what the output became."""
 
 
 @dataclass
@@ -100,7 +104,7 @@ def decode(
 
 
 class _Batch:
-    """The state of a running batch: which prompts are still in it, and what is known of each row."""
+    """A running batch: which prompts are still in it, and what is known of each row."""
 
     def __init__(
         self,
@@ -113,13 +117,13 @@ class _Batch:
         seed: int,
         on_commit: OnCommit | None,
     ) -> None:
+        self.cache = RowCache(target.model, len(prompts))
         check_prompts(target, prompts, max_new_tokens)
         self.target, self.proposer, self.sampling = target, proposer, sampling
         self.max_new_tokens, self.stops, self.on_commit = max_new_tokens, stops, on_commit
         self.prompts = prompts
         self.decoded = [Decoded() for _ in prompts]
         self.active = list(range(len(prompts)))
-        self.cache = RowCache(target.model, len(prompts))
         self.generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
         self.seen: Tensor | None = None
         self.slots = 1 if proposer is None else proposer.block_size
@@ -128,9 +132,12 @@ class _Batch:
         """Decode until every row has stopped."""
         start = self._now()
         hidden, counts = self._prefill()
-        self._spend("prefill_s", self._now() - start)
-        self._spend("total_s", self._now() - start)
-        self._drop_finished()
+        spent = self._now() - start
+        self._spend("prefill_s", spent)
+        self._spend("total_s", spent)
+        keep = self._drop_finished()
+        if keep is not None:
+            hidden, counts = None if hidden is None else hidden[keep], counts[keep]
         while self.active:
             hidden, counts = self._cycle(hidden, counts)
         return self.decoded
@@ -191,6 +198,7 @@ class _Batch:
             logits_to_keep=0,
             tap=self.proposer is not None,
         )
+        verified = self._now()
         accepted, following = self._verify(output.logits, drafts, q, uniform[:, :width], room - 1)
         self.cache.rows.set(self.cache.rows.lengths + accepted + 1)
         done = zip(
@@ -198,11 +206,11 @@ class _Batch:
         )
         for row, (kept, token, draft, left) in enumerate(done):
             self._commit(
-                row, [*draft[:kept], token], Cycle(min(drafts.shape[1], left - 1), kept, 0)
+                row, [*draft[:kept], token], Cycle(min(drafts.shape[1], left - 1), kept, 0, draft)
             )
         ended = self._now()
         self._spend("draft_s", drafted - began)
-        self._spend("verify_s", ended - drafted)
+        self._spend("verify_s", verified - drafted)
         self._spend("total_s", ended - began)
         keep = self._drop_finished()
         hidden = output.hidden
@@ -240,10 +248,17 @@ class _Batch:
         return penalize(logits.float(), seen, self.sampling.repetition_penalty)
 
     def _uniform(self) -> Tensor:
-        """Return each row's own uniform numbers `[B, K, 3]`: to accept with, to draw with, to draft with."""
+        """Return each row's own uniform numbers `[B, K, 3]`.
+
+        Of the three, the first is to accept with, the second to draw with, the third to draft with.
+        """
+        shape = (self.slots, 3)
         if self.sampling.greedy:
-            return torch.zeros(len(self.active), self.slots, 3)
-        rows = [torch.rand(self.slots, 3, generator=self.generators[i]) for i in self.active]
+            return torch.zeros(len(self.active), *shape)
+        rows = [
+            torch.rand(shape, generator=self.generators[i], dtype=torch.float64)
+            for i in self.active
+        ]
         return torch.stack(rows).to(self.target.device)
 
     # ---- rows -----------------------------------------------------------------------------------
@@ -295,7 +310,7 @@ class _Batch:
 def divergence(
     target: Target, prompt: Tensor, ours: list[int], plain: list[int]
 ) -> tuple[int, float] | None:
-    """Return where two outputs first differ and the target's logit gap there; None if they are equal.
+    """Return where two outputs first differ and the target's logit gap there, or None if equal.
 
     The gap is between the two tokens' logits: near 0 it is a rounding tie, wide it is a bug.
     """
@@ -331,8 +346,8 @@ def check_prompts(target: Target, prompts: Sequence[Tensor], max_new_tokens: int
             raise UserError(f"prompt {n} is empty: it needs at least one token")
         if prompt.numel() + max_new_tokens > window:
             raise UserError(
-                f"prompt {n}: its {prompt.numel()} tokens and max_new_tokens={max_new_tokens} exceed "
-                f"the target's context window of {window}"
+                f"prompt {n}: its {prompt.numel()} tokens and max_new_tokens={max_new_tokens} "
+                f"exceed the target's context window of {window}"
             )
 
 

@@ -1,4 +1,4 @@
-"""Who proposes tokens to the target: the protocol of the decoding loop, and the drafter behind it."""
+"""Who proposes tokens to the target: the decoding loop's protocol, and the drafter behind it."""
 
 import copy
 from dataclasses import dataclass
@@ -102,7 +102,7 @@ class DrafterProposer:
         return [(k.read(self.rows), v.read(self.rows)) for k, v in self._buffers]
 
     def block_hidden(self, anchors: Tensor) -> Tensor:
-        """Return the drafter's hidden states `[B, K, H]` of the blocks that start at `anchors` `[B]`."""
+        """Return the drafter's states `[B, K, H]` of the blocks that start at `anchors` `[B]`."""
         shape = (len(anchors), self.block_size)
         ids = torch.full(shape, self.drafter.config.mask_token_id, device=self.target.device)
         ids[:, 0] = anchors
@@ -183,7 +183,7 @@ def ragged_attention(rows: Rows, block_size: int) -> Attend:
 
 
 def decoding_copy(drafter: Drafter, dtype: torch.dtype) -> Drafter:
-    """Return a copy in eval mode and `dtype`, so that training weights and mode stay as they are."""
+    """Return a copy in eval mode and `dtype`; training weights and mode stay as they are."""
     copied: Any = copy.deepcopy(drafter)
     result: Drafter = copied.to(dtype).eval().requires_grad_(False)
     return result
@@ -201,7 +201,8 @@ def check_block_size(drafter: Drafter, block_size: int | None, longer: bool = Fa
         raise UserError(f"block_size: needs at least 2 (an anchor and one slot), got {size}")
     if size > trained and not longer:
         raise UserError(
-            f"block_size: the drafter was trained with {trained}; {size} needs permission (longer: true)"
+            f"block_size: the drafter was trained with {trained}; {size} needs permission "
+            "(longer: true)"
         )
     return size
 

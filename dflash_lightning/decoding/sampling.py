@@ -1,21 +1,24 @@
 """From logits to distributions, and the two lossless rules that accept or reject drafts.
 
-`match` (proposal is a point mass): the drafter's argmax is accepted iff the target's own sample equals
-it. `rejection`: the drafter samples from q, and a draft is accepted with probability min(1, p/q); the
-first rejected one is replaced by a sample of max(p - q, 0). Taking the drafter's argmax AND
-min(1, p/q) is not lossless.
+`match` (proposal is a point mass): the drafter's argmax is accepted iff the target's own sample
+equals it. `rejection`: the drafter samples from q, and a draft is accepted with probability
+min(1, p/q); the first rejected one is replaced by a sample of max(p - q, 0). Taking the drafter's
+argmax AND min(1, p/q) is not lossless.
 
-Every draw is a uniform number turned into a token by inverting the distribution's sum, so a sequence
-sampled in a batch gets the same tokens as alone.
+Every draw is a uniform number turned into a token by inverting the distribution's sum, so a
+sequence sampled in a batch gets the same tokens as alone.
 """
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from dflash_lightning.errors import UserError
+
+Rule = Literal["match", "rejection"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Sampling:
         temperature: 0 is greedy.
         top_k: Keep the k most probable tokens; null keeps all.
         top_p: Keep the most probable tokens that together have at least this probability.
-        repetition_penalty: Divide positive logits of tokens that occurred by it, multiply negative ones.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens that occurred.
         rule: `match` or `rejection`; no difference at temperature 0.
     """
 
@@ -34,18 +37,20 @@ class Sampling:
     top_k: int | None = None
     top_p: float | None = None
     repetition_penalty: float = 1.0
-    rule: Literal["match", "rejection"] = "match"
+    rule: Rule = "match"
 
     def __post_init__(self) -> None:
         """Refuse values out of range, by name."""
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise UserError(f"temperature: needs 0 (greedy) or more, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k: needs at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UserError(f"top_p: needs more than 0 and at most 1, got {self.top_p}")
-        if self.repetition_penalty <= 0:
+        if not 0 < self.repetition_penalty < math.inf:
             raise UserError(f"repetition_penalty: needs more than 0, got {self.repetition_penalty}")
+        if self.rule not in get_args(Rule):
+            raise UserError(f"rule: must be match or rejection, got {self.rule}")
 
     @property
     def greedy(self) -> bool:
@@ -61,11 +66,14 @@ def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
 
 def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return the float32 probabilities `[..., V]` that tokens are drawn from; a point mass if greedy."""
+    """Return the probabilities `[..., V]` tokens are drawn from, in float32.
+
+    A point mass if greedy.
+    """
     logits = logits.float()
     if sampling.greedy:
         return torch.nn.functional.one_hot(logits.argmax(dim=-1), logits.shape[-1]).float()
-    logits = logits / sampling.temperature
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         least = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
@@ -80,7 +88,12 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """Return a token `[...]` for each distribution `[..., V]` and uniform number `[...]` in [0, 1)."""
+    """Return a token `[...]` for each distribution `[..., V]`.
+
+    Args:
+        probabilities: Need not sum to 1.
+        uniform: Numbers in [0, 1) `[...]`.
+    """
     total = probabilities.double().cumsum(dim=-1)
     place = uniform.double()[..., None] * total[..., -1:]
     tokens = torch.searchsorted(total, place, right=True)[..., 0]
@@ -89,7 +102,9 @@ def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 
 def accept_matching(drafts: Tensor, choices: Tensor, room: Tensor) -> Tensor:
-    """Return how many leading drafts `[B, k]` equal the target's choices `[B, k+1]`, at most `room` `[B]`.
+    """Return how many leading drafts `[B, k]` equal the target's choices `[B, k+1]`.
+
+    At most `room` `[B]`.
 
     >>> accept_matching(torch.tensor([[5, 6, 7]]), torch.tensor([[5, 6, 0, 7]]), torch.tensor([9]))
     tensor([2])
@@ -109,7 +124,7 @@ def accept_rejecting(
         q: The drafter's distributions `[B, k, V]`.
         p: The target's distributions `[B, k+1, V]`.
         uniform: Two numbers in [0, 1) per slot `[B, k+1, 2]`: to accept with, and to draw with.
-        room: Most drafts that may be accepted `[B]`; the draft at that place then counts as never made.
+        room: Most drafts that may be accepted `[B]`; the one behind them counts as never made.
     """
     batch, count = drafts.shape
     at = drafts[..., None]
