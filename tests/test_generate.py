@@ -283,11 +283,19 @@ def test_one_token_has_no_accept_length(say: Say) -> None:
     assert "accept length" not in err
 
 
-def test_smaller_and_longer_blocks_keep_the_text(say: Say) -> None:
+def test_smaller_and_longer_blocks_keep_the_text(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ("--prompt", PROMPT, "--max_new_tokens", "20")
     expected = say(*flags)[1]
+    used, decode = [], streaming.Decoder.decode
+
+    def note(self: Any, *args: Any, **options: Any) -> Any:
+        used.append(self.proposer.block_size)
+        return decode(self, *args, **options)
+
+    monkeypatch.setattr(streaming.Decoder, "decode", note)
     assert say(*flags, "--block_size", "2")[1] == expected
     assert say(*flags, "--block_size", "8", "--longer")[1] == expected
+    assert used == [2, 8]
 
 
 # ---- a file of prompts ---------------------------------------------------------------------------
@@ -485,6 +493,21 @@ def test_interrupt_keeps_the_rows_so_far(
     assert err.startswith("interrupted, 20 prompts asked: 6 prompts, ")
 
 
+def test_interrupt_of_plain_decoding_writes_no_row_twice(
+    say: Say, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(streaming.Decoder, "plain", interrupted)
+    flags = ["--file", str(place / "prompts.jsonl"), "--out", str(tmp_path / "out")]
+    options = ("--compare", "--max_new_tokens", "5", "--batch_size", "3")
+    status, _, err = say(*flags, *options)
+    assert status == 130
+    assert len((tmp_path / "out").read_text().splitlines()) == 3
+    assert err.startswith("interrupted, 20 prompts asked: 3 prompts, ")
+
+
 def test_signal_ends_the_process_cleanly(run: Path, tmp_path: Path) -> None:
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     file.write_text('{"prompt": "0 and 1?"}\n' * 2000)
@@ -518,7 +541,10 @@ def test_signal_ends_the_process_cleanly(run: Path, tmp_path: Path) -> None:
         ("--prompt|", "--prompt: the prompt is empty"),
         ("--prompt| \n", "the prompt is empty"),
         ("--prompt|\udcff", "not UTF-8"),
-        (f"--prompt|{'a' * 200}", "max_new_tokens=256 exceed the target's context window of 256"),
+        (
+            "--prompt|a",
+            "error: --prompt: 20 prompt tokens and max_new_tokens=256 exceed",
+        ),
         ("--prompt|a|--max_new_tokens|0", "max_new_tokens: needs at least 1, got 0"),
         ("--prompt|a|--max_new_tokens|many", "max_new_tokens"),
         ("--prompt|a|--batch_size|0", "batch_size: needs at least 1, got 0"),
