@@ -73,6 +73,12 @@ class DecodingEvaluation(pl.Callback):
         self.final_prompts, self.max_new_tokens = final_prompts, max_new_tokens
         self._last_step = 0
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse data without prompts to decode, before anything is trained."""
+        split = "test" if stage == "test" else "val"
+        if stage != "predict" and not self._prompts(trainer, split, 1):
+            raise UserError(f"data.prompts: the {split} split has no prompt to decode")
+
     def on_train_batch_end(
         self,
         trainer: pl.Trainer,
@@ -86,7 +92,8 @@ class DecodingEvaluation(pl.Callback):
         due = self.every_n_steps is not None and step % self.every_n_steps == 0
         if due and step != self._last_step and step != trainer.max_steps:
             self._last_step = step
-            self._evaluate(trainer, pl_module, "val", self.num_prompts)
+            if trainer.is_global_zero:
+                self._evaluate(trainer, pl_module, "val", self.num_prompts)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Don't decode again right after a resume."""
@@ -106,35 +113,35 @@ class DecodingEvaluation(pl.Callback):
         self._conclude(trainer, pl_module, "test")
 
     def _conclude(self, trainer: pl.Trainer, module: pl.LightningModule, split: str) -> None:
-        found = self._evaluate(trainer, module, split, self.final_prompts)
-        if found is None:
+        if not trainer.is_global_zero:
             return
         folder = Path(trainer.log_dir) if trainer.loggers and trainer.log_dir else None
+        if folder is not None and trainer.state.fn == "fit":
+            cast(DFlashModule, module).drafter.save_pretrained(folder / "drafter")
+        found = self._evaluate(trainer, module, split, self.final_prompts)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"decode_{split}.json").write_text(
-                json.dumps(found.to_dict(), indent=1) + "\n"
-            )
-            if trainer.state.fn == "fit":
-                cast(DFlashModule, module).drafter.save_pretrained(folder / "drafter")
+            figures = json.dumps(found.to_dict(), indent=1)
+            (folder / f"decode_{split}.json").write_text(figures + "\n")
         decoding_table(found, split, folder)
 
     def _evaluate(
         self, trainer: pl.Trainer, module: pl.LightningModule, split: str, num_prompts: int
-    ) -> DecodingReport | None:
-        """Decode on the first rank, with a copy of the drafter: the module stays as it is."""
-        if not trainer.is_global_zero:
-            return None
+    ) -> DecodingReport:
+        """Decode with a copy of the drafter: the module stays as it is."""
         if not isinstance(module, DFlashModule) or module.target is None:
             raise UserError("decode: DecodingEvaluation needs a DFlashModule")
         target = module.target
         proposer = DrafterProposer(decoding_copy(module.drafter, target.dtype), target)
-        ids = trainer.datamodule.held_out_prompts[split][:num_prompts]  # type: ignore[attr-defined]
-        prompts = [torch.tensor(p) for p in ids]
+        prompts = self._prompts(trainer, split, num_prompts)
         with torch.autocast(module.device.type, enabled=False):
             found, decoded = evaluate(target, proposer, prompts, self.max_new_tokens)
         self._log(trainer, found, marked_text(target, prompts[0], decoded[0]))
         return found
+
+    def _prompts(self, trainer: pl.Trainer, split: str, count: int) -> list[Tensor]:
+        ids = trainer.datamodule.held_out_prompts[split][:count]  # type: ignore[attr-defined]
+        return [torch.tensor(p) for p in ids]
 
     def _log(self, trainer: pl.Trainer, found: DecodingReport, sample: str) -> None:
         scores = {"hp/accept_len": found.accept_len, "hp/speedup": found.speedup}

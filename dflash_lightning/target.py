@@ -126,13 +126,6 @@ class Target:
         """Return the ids a mask token may not be, with their role."""
         return reserved_token_ids(self.config, self.tokenizer)
 
-    def to(self, device: torch.device) -> "Target":
-        """Move the weights; returns self."""
-        if self.device != device:
-            self.model.to(device)
-            self.head = _output_head(self.model, self.config)
-        return self
-
     @torch.no_grad()
     def embed(self, ids: Tensor) -> Tensor:
         """Return input embeddings `[..., H]` of token ids, with the target's own scale."""

@@ -223,6 +223,7 @@ def _printed(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         (["--model.target.mask_token_id", "96"], ["model.target.mask_token_id", "0..95"]),
         (["--data.prompts.train", "nowhere.jsonl"], ["nowhere.jsonl"]),
         (["--data.prompts.held_out", "10"], ["held_out"]),
+        (["--data.prompts.held_out", "0"], ["data.prompts", "val", "no prompt to decode"]),
         (["--ckpt_path", "nowhere.ckpt"], ["--ckpt_path", "nowhere.ckpt"]),
     ],
 )

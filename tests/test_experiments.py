@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from dflash_lightning.cli import main
+from dflash_lightning.cli import DFlashCLI, main
 from dflash_lightning.drafter.config import drafter_config
 from dflash_lightning.drafter.model import Drafter
 from dflash_lightning.target_rules import default_layer_ids
@@ -22,19 +22,15 @@ SHAPES = {
 }
 
 
+def built(file: Path, runs: Path) -> DFlashCLI:
+    """Return the command line of an experiment, with model, data and trainer built on the CPU."""
+    flags = ["--trainer.default_root_dir", str(runs), "--trainer.accelerator", "cpu"]
+    return main(["-c", str(file), *flags], run=False)
+
+
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: file.stem)
 def test_parses_and_instantiates(file: Path, tmp_path: Path) -> None:
-    cli = main(
-        [
-            "-c",
-            str(file),
-            "--trainer.default_root_dir",
-            str(tmp_path),
-            "--trainer.accelerator",
-            "cpu",
-        ],
-        run=False,
-    )
+    cli = built(file, tmp_path)
     assert cli.datamodule.block_size == cli.model.block_size
     assert cli.datamodule.target == cli.model.target_config
     assert cli.trainer.gradient_clip_val == 1.0
@@ -43,18 +39,7 @@ def test_parses_and_instantiates(file: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_paper_recipe(name: str, tmp_path: Path) -> None:
-    file = ROOT / "experiments" / f"{name}.yaml"
-    cli = main(
-        [
-            "-c",
-            str(file),
-            "--trainer.default_root_dir",
-            str(tmp_path),
-            "--trainer.accelerator",
-            "cpu",
-        ],
-        run=False,
-    )
+    cli = built(ROOT / "experiments" / f"{name}.yaml", tmp_path)
     model, data = cli.model, cli.datamodule
     assert (model.num_layers, model.block_size, model.lr, model.warmup_ratio) == (5, 16, 6e-4, 0.04)
     assert (model.weight_decay, model.draft_vocab, data.gamma) == (0.0, None, 7.0)
