@@ -7,18 +7,43 @@ import warnings
 
 from dflash_lightning.errors import UserError
 
+INTERRUPTED, NO_READER = 130, 141
+"""Exit statuses of shells: 128 + the signal's number (SIGINT, SIGPIPE)."""
+
 
 def run() -> int:
-    """Run the command line; bad input ends with one line on standard error and status 2."""
+    """Run the process's command line and return its exit status.
+
+    Bad input ends with one line on standard error and status 2, Ctrl-C with status 130.
+    """
     _quieten()
+    try:
+        _dispatch(sys.argv[1:])
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # as in `generate ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NO_READER
+    return 0
+
+
+def _dispatch(args: list[str]) -> None:
+    from dflash_lightning.commands import COMMANDS, listing, run_command
+
+    if args and args[0] in COMMANDS:
+        run_command(args[0], args[1:])
+        return
     from dflash_lightning.cli import main
 
     try:
         main()
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    return 0
+    except SystemExit:
+        if args and args[0] in ("-h", "--help"):
+            sys.stdout.write("\n" + listing())
+        raise
 
 
 def _quieten() -> None:

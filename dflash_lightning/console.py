@@ -8,7 +8,12 @@ from rich.table import Table
 from dflash_lightning.decoding.report import DecodingReport
 
 
-def decoding_table(found: DecodingReport, split: str, folder: Path | None) -> None:
+def decoding_table(
+    found: DecodingReport,
+    split: str,
+    folder: Path | None,
+    block_sizes: dict[int, DecodingReport] | None = None,
+) -> None:
     """Print the figures of a decoded split, where the run lies, and how to look at it."""
     table = Table(
         title=f"decoded {split} prompts: {found.prompts}", show_header=False, title_justify="left"
@@ -21,12 +26,20 @@ def decoding_table(found: DecodingReport, split: str, folder: Path | None) -> No
         "accept length, mean over prompts": f"{found.accept_len_per_prompt:.3f}",
         "accepted up to position": rates,
         "speed": f"{found.tokens_per_s:.1f} tokens/s (a cycle: draft {found.draft_ms:.1f} ms, "
-        f"verify {found.verify_ms:.1f} ms)",
+        f"verify {found.verify_ms:.1f} ms, other {found.overhead_ms:.1f} ms)",
         "plain decoding": f"{found.plain_tokens_per_s:.1f} tokens/s "
         f"(a step: {found.plain_step_ms:.1f} ms)",
         "speedup": f"{found.speedup:.2f} x (by prompt {low:.2f} to {high:.2f})",
         "lossless": found.lossless,
     }
+    if found.batch_size > 1:
+        rows["decoded together"] = f"{found.batch_size} prompts"
+    for name, speed in found.others.items():
+        rows[name.replace("_", " ")] = f"{speed:.1f} tokens/s"
+    for size, other in (block_sizes or {}).items():
+        rows[f"with K={size}"] = (
+            f"accept length {other.accept_len:.3f}, speedup {other.speedup:.2f} x"
+        )
     if folder is not None:
         rows["run"] = str(folder)
         rows["look at it"] = f"tensorboard --logdir {folder.parent.parent}"

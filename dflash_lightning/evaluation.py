@@ -2,53 +2,26 @@
 
 import json
 import logging
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
-from tqdm import tqdm
 
 from dflash_lightning.console import decoding_table
-from dflash_lightning.decoding.greedy import Decoded, decode_plain, divergence, speculate
-from dflash_lightning.decoding.proposer import DrafterProposer, Proposer, decoding_copy
-from dflash_lightning.decoding.report import DecodingReport, Divergence, report
+from dflash_lightning.decoding.compare import Other, other_decoders, tokens_per_second
+from dflash_lightning.decoding.evaluate import evaluate, marked_text
+from dflash_lightning.decoding.proposer import DrafterProposer, decoding_copy
+from dflash_lightning.decoding.report import DecodingReport
+from dflash_lightning.drafter.model import Drafter
 from dflash_lightning.errors import UserError
 from dflash_lightning.figures import acceptance_figure
 from dflash_lightning.module import DFlashModule
 from dflash_lightning.target import Target
 
 log = logging.getLogger(__name__)
-
-
-def evaluate(
-    target: Target, proposer: Proposer, prompts: Sequence[Tensor], max_new_tokens: int
-) -> tuple[DecodingReport, list[Decoded]]:
-    """Decode each prompt speculatively and plainly, one right after the other, and report on both.
-
-    Args:
-        target: The frozen target.
-        proposer: The drafter behind the proposer protocol.
-        prompts: Token ids `[P]` of each prompt.
-        max_new_tokens: Longest output, in tokens.
-    """
-    if not prompts:
-        raise UserError("data.prompts: there is no held-out prompt to decode")
-    speculate(target, proposer, prompts[0], 8, ())  # warm up
-    decode_plain(target, prompts[0], 4, ())
-    decoded, plain, divergences = [], [], []
-    for n, prompt in enumerate(
-        tqdm(prompts, desc="decoding held-out prompts", unit="prompt", leave=False)
-    ):
-        decoded.append(speculate(target, proposer, prompt, max_new_tokens))
-        plain.append(decode_plain(target, prompt, max_new_tokens))
-        found = divergence(target, prompt, decoded[-1].tokens, plain[-1].tokens)
-        if found is not None:
-            divergences.append(Divergence(n, *found))
-    return report(decoded, plain, divergences, proposer.block_size), decoded
 
 
 class DecodingEvaluation(pl.Callback):
@@ -60,6 +33,11 @@ class DecodingEvaluation(pl.Callback):
         num_prompts: Prompts to decode during fit.
         final_prompts: Prompts to decode at the end of fit, in validate and in test.
         max_new_tokens: Longest output, in tokens.
+        batch_size: Prompts decoded together; 1 times what a single user sees, more is faster.
+        eval_block_sizes: Block sizes to decode with besides the trained one, at the end.
+        compare: What else to time on the same prompts at the end: `prompt_lookup`, `assistant`
+            (plain decoding always is).
+        assistant: Small autoregressive model for `compare: [assistant]`, named as a target is.
     """
 
     def __init__(
@@ -68,9 +46,17 @@ class DecodingEvaluation(pl.Callback):
         num_prompts: int = 8,
         final_prompts: int = 32,
         max_new_tokens: int = 256,
+        batch_size: int = 1,
+        eval_block_sizes: list[int] | None = None,
+        compare: list[Literal["plain", "prompt_lookup", "assistant"]] | None = None,
+        assistant: str | None = None,
     ) -> None:
+        if batch_size < 1:
+            raise UserError(f"decode.batch_size: needs at least 1, got {batch_size}")
         self.every_n_steps, self.num_prompts = every_n_steps, num_prompts
         self.final_prompts, self.max_new_tokens = final_prompts, max_new_tokens
+        self.batch_size, self.eval_block_sizes = batch_size, eval_block_sizes or []
+        self.compare, self.assistant = compare or [], assistant
         self._last_step = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -118,30 +104,81 @@ class DecodingEvaluation(pl.Callback):
         folder = Path(trainer.log_dir) if trainer.loggers and trainer.log_dir else None
         if folder is not None and trainer.state.fn == "fit":
             cast(DFlashModule, module).drafter.save_pretrained(folder / "drafter")
-        found = self._evaluate(trainer, module, split, self.final_prompts)
+        target, drafter, prompts = self._parts(trainer, module, split, self.final_prompts)
+        others = self._others(target, prompts, trainer)
+        found = self._evaluate(trainer, module, split, self.final_prompts, others)
+        sizes = self._other_block_sizes(target, drafter, prompts)
+        self._log_block_sizes(trainer, sizes)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            figures = json.dumps(found.to_dict(), indent=1)
-            (folder / f"decode_{split}.json").write_text(figures + "\n")
-        decoding_table(found, split, folder)
+            reports = {f"k{k}": r.to_dict() for k, r in sizes.items()}
+            kept = {**found.to_dict(), "block_sizes": reports}
+            (folder / f"decode_{split}.json").write_text(json.dumps(kept, indent=1) + "\n")
+        decoding_table(found, split, folder, sizes)
 
-    def _evaluate(
+    def _others(
+        self, target: Target, prompts: list[Tensor], trainer: pl.Trainer
+    ) -> dict[str, float]:
+        names: list[Other] = [name for name in self.compare if name != "plain"]
+        cache_dir = trainer.datamodule.cache_dir  # type: ignore[attr-defined]
+        decoders = other_decoders(names, target, self.assistant, cache_dir)
+        return {
+            name: tokens_per_second(decoder, prompts, self.max_new_tokens)
+            for name, decoder in decoders.items()
+        }
+
+    def _other_block_sizes(
+        self, target: Target, drafter: Drafter, prompts: list[Tensor]
+    ) -> dict[int, DecodingReport]:
+        found = {}
+        for size in self.eval_block_sizes:
+            if size != drafter.config.block_size:
+                proposer = DrafterProposer(drafter, target, size, longer=True)
+                found[size] = evaluate(
+                    target, proposer, prompts, self.max_new_tokens, self.batch_size
+                )[0]
+        return found
+
+    def _parts(
         self, trainer: pl.Trainer, module: pl.LightningModule, split: str, num_prompts: int
-    ) -> DecodingReport:
-        """Decode with a copy of the drafter: the module stays as it is."""
+    ) -> tuple[Target, Drafter, list[Tensor]]:
+        """Return the target, a decoding copy of the drafter, and prompts of a split."""
         if not isinstance(module, DFlashModule) or module.target is None:
             raise UserError("decode: DecodingEvaluation needs a DFlashModule")
-        target = module.target
-        proposer = DrafterProposer(decoding_copy(module.drafter, target.dtype), target)
-        prompts = self._prompts(trainer, split, num_prompts)
+        drafter = decoding_copy(module.drafter, module.target.dtype)
+        return module.target, drafter, self._prompts(trainer, split, num_prompts)
+
+    def _evaluate(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        split: str,
+        num_prompts: int,
+        others: dict[str, float] | None = None,
+    ) -> DecodingReport:
+        """Decode with a copy of the drafter: the module stays as it is."""
+        target, drafter, prompts = self._parts(trainer, module, split, num_prompts)
+        proposer = DrafterProposer(drafter, target)
         with torch.autocast(module.device.type, enabled=False):
-            found, decoded = evaluate(target, proposer, prompts, self.max_new_tokens)
+            found, decoded = evaluate(
+                target, proposer, prompts, self.max_new_tokens, self.batch_size, others
+            )
         self._log(trainer, found, marked_text(target, prompts[0], decoded[0]))
         return found
 
     def _prompts(self, trainer: pl.Trainer, split: str, count: int) -> list[Tensor]:
         ids = trainer.datamodule.held_out_prompts[split][:count]  # type: ignore[attr-defined]
         return [torch.tensor(p) for p in ids]
+
+    def _log_block_sizes(self, trainer: pl.Trainer, sizes: dict[int, DecodingReport]) -> None:
+        values = {
+            name.replace("decode/", f"decode_k{size}/"): value
+            for size, found in sizes.items()
+            for name, value in found.scalars().items()
+        }
+        for logger in trainer.loggers:
+            if values:
+                logger.log_metrics(values, step=trainer.global_step)
 
     def _log(self, trainer: pl.Trainer, found: DecodingReport, sample: str) -> None:
         scores = {"hp/accept_len": found.accept_len, "hp/speedup": found.speedup}
@@ -153,22 +190,3 @@ class DecodingEvaluation(pl.Callback):
                 board.add_figure("decode/acceptance", acceptance_figure(found), trainer.global_step)
                 board.add_text("decode/sample", sample, trainer.global_step)
             logger.save()
-
-
-def marked_text(target: Target, prompt: Tensor, decoded: Decoded) -> str:
-    """Return a decoded sample as Markdown in which accepted drafts are bold."""
-    if target.tokenizer is None:
-        return ""
-    pieces, at = [target.text(decoded.tokens[:1])], 1
-    for cycle in decoded.cycles:
-        drafts = min(cycle.accepted, cycle.committed)
-        pieces.append(_bold(target.text(decoded.tokens[at : at + drafts])))
-        pieces.append(target.text(decoded.tokens[at + drafts : at + cycle.committed]))
-        at += cycle.committed
-    head = f"accept length {decoded.accept_len:.2f}; drafted and accepted tokens are bold\n\n"
-    return head + "> " + target.text(prompt) + "\n\n" + "".join(pieces)
-
-
-def _bold(text: str) -> str:
-    inner = text.strip()
-    return text.replace(inner, f"**{inner}**", 1) if inner else text

@@ -1,6 +1,5 @@
 """The LightningModule: the frozen target and the trainable drafter meet here, and nowhere else."""
 
-import logging
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
@@ -12,8 +11,9 @@ from torch.optim import Optimizer
 from dflash_lightning.checkpoints import check_checkpoint
 from dflash_lightning.data.blocks import Batch
 from dflash_lightning.data.datamodule import DFlashDataModule
-from dflash_lightning.data.draft_vocab import most_frequent, to_draft_rows, token_counts
-from dflash_lightning.decoding.greedy import Decoded, speculate
+from dflash_lightning.data.draft_vocab import choose_draft_vocab, to_draft_rows
+from dflash_lightning.decoding.loop import decode
+from dflash_lightning.decoding.outcome import Decoded
 from dflash_lightning.decoding.proposer import DrafterProposer, decoding_copy
 from dflash_lightning.drafter.attention import AttentionName, training_attention
 from dflash_lightning.drafter.config import drafter_config
@@ -24,8 +24,6 @@ from dflash_lightning.metrics import AcceptanceBySlot, WeightedMean, acceptance_
 from dflash_lightning.optimizer import adamw_with_cosine
 from dflash_lightning.target import OutputHead, Target, load_target
 from dflash_lightning.target_spec import TargetConfig
-
-log = logging.getLogger(__name__)
 
 
 class DFlashModule(pl.LightningModule):
@@ -104,23 +102,15 @@ class DFlashModule(pl.LightningModule):
                 draft_vocab_size=self.draft_vocab,
                 intermediate_size=self.intermediate_size,
                 target_name=self.target_config.name,
+                target_revision=self.target_config.revision,
+                target_dtype=self.target_config.dtype,
                 target_fingerprint=self.target.fingerprint,
             )
         )
         if self.draft_vocab is not None:
-            self._choose_draft_vocab(data, self.draft_vocab)
-
-    def _choose_draft_vocab(self, data: DFlashDataModule, size: int) -> None:
-        """Count on the CPU: Lightning makes new tensors on the training device here."""
-        assert self.target is not None
-        with torch.device("cpu"):
-            counts = token_counts(data.samples["train"], self.target.num_embeddings)
-            ids = most_frequent(counts, size)
-        self.drafter.draft_ids.copy_(ids)
-        kept = float(counts[ids].sum() / counts.sum())
-        log.info(
-            "draft vocabulary: %d tokens cover %.2f%% of the training answers", size, 100 * kept
-        )
+            size = self.target.num_embeddings
+            ids = choose_draft_vocab(data.samples["train"], size, self.draft_vocab)
+            self.drafter.draft_ids.copy_(ids)
 
     def _datamodule(self) -> DFlashDataModule:
         data = getattr(self.trainer, "datamodule", None)
@@ -233,7 +223,7 @@ class DFlashModule(pl.LightningModule):
         assert self.target is not None
         proposer = DrafterProposer(decoding_copy(self.drafter, self.target.dtype), self.target)
         with torch.autocast(self.device.type, enabled=False):
-            return speculate(self.target, proposer, prompt, max_new_tokens)
+            return decode(self.target, [prompt], proposer, max_new_tokens)[0]
 
     # ---- epochs ----------------------------------------------------------------------------------
 

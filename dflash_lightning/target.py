@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache
 
 from dflash_lightning.errors import UserError
 from dflash_lightning.target_rules import (
@@ -135,10 +135,10 @@ class Target:
     def forward(
         self,
         input_ids: Tensor,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor] | None = None,
         position_ids: Tensor | None = None,
-        cache: DynamicCache | None = None,
-        logits_to_keep: int = 1,
+        cache: Cache | None = None,
+        logits_to_keep: int | Tensor = 1,
         tap: bool = True,
     ) -> TargetOutput:
         """Run the target on `input_ids` `[B, S]`, after what `cache` holds (and extending it).

@@ -1,12 +1,16 @@
 """Slow and obvious counterparts of what the package does fast, shared by the tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
 
 from dflash_lightning.data.blocks import Anchors, Batch, BlockCollator
 from dflash_lightning.data.samples import Sample
+from dflash_lightning.decoding.loop import decode
+from dflash_lightning.decoding.outcome import Decoded
+from dflash_lightning.decoding.proposer import DrafterProposer, Proposer
+from dflash_lightning.decoding.sampling import Sampling
 from dflash_lightning.drafter.model import Drafter
 from dflash_lightning.module import DFlashModule
 from dflash_lightning.target import Target
@@ -87,3 +91,37 @@ def _changed(
         return change(index, output[0]), *output[1:]
 
     return run
+
+
+def speculate(
+    target: Target,
+    proposer: Proposer,
+    prompt: Tensor,
+    count: int,
+    stop_ids: Collection[int] | None = None,
+) -> Decoded:
+    """Decode one prompt greedily with a proposer."""
+    return decode(target, [prompt], proposer, count, stop_ids)[0]
+
+
+def decode_plain(
+    target: Target, prompt: Tensor, count: int, stop_ids: Collection[int] | None = None
+) -> Decoded:
+    """Decode one prompt greedily with the target alone."""
+    return decode(target, [prompt], None, count, stop_ids)[0]
+
+
+def observe(proposer: DrafterProposer, hidden: Tensor) -> None:
+    """Hand states `[1, n, T*H]` of committed positions to a proposer of one row."""
+    proposer.observe(hidden, torch.tensor([hidden.shape[1]]))
+
+
+def propose(proposer: DrafterProposer, anchor: int) -> Tensor:
+    """Return one row's greedy drafts `[K-1]`."""
+    uniform = torch.zeros(1, proposer.block_size)
+    return proposer.propose(torch.tensor([anchor]), Sampling(), uniform, None).tokens[0]
+
+
+def block_hidden(proposer: DrafterProposer, anchor: int) -> Tensor:
+    """Return one row's block states `[K, H]`."""
+    return proposer.block_hidden(torch.tensor([anchor]))[0]

@@ -3,26 +3,37 @@
 import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from reference import PROMPT, greedy, hook_count, token_ids, training_module, varied
+from reference import (
+    PROMPT,
+    block_hidden,
+    decode_plain,
+    greedy,
+    hook_count,
+    observe,
+    propose,
+    speculate,
+    token_ids,
+    training_module,
+    varied,
+)
 from tiny import ARCHITECTURES, MASK, tiny_drafter, tiny_model, tiny_target
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
 
-from dflash_lightning.decoding import greedy as greedy_module
-from dflash_lightning.decoding.greedy import (
-    Cycle,
-    Decoded,
-    check_rollback,
-    decode_plain,
-    divergence,
-    matching_prefix,
-    speculate,
-    until_stop,
+from dflash_lightning.decoding import loop as loop_module
+from dflash_lightning.decoding.cache import RowCache, check_rollback
+from dflash_lightning.decoding.evaluate import divergence
+from dflash_lightning.decoding.outcome import Cycle, Decoded, until_stop
+from dflash_lightning.decoding.proposer import (
+    DrafterProposer,
+    Proposal,
+    Proposer,
+    decoding_copy,
 )
-from dflash_lightning.decoding.proposer import DrafterProposer, Proposer, decoding_copy
+from dflash_lightning.decoding.sampling import Sampling, accept_matching
 from dflash_lightning.errors import UserError
 from dflash_lightning.target import Target
 
@@ -38,16 +49,23 @@ class Script:
     def __init__(self, prompt: Tensor, continuation: list[int], hits: Callable[[int], int]) -> None:
         self.sequence = [*prompt.tolist(), *continuation]
         self.hits = hits
-        self.reset()
+        self.begin(1)
 
-    def reset(self) -> None:
+    def begin(self, batch: int) -> None:
+        assert batch == 1
         self.seen: list[Tensor] = []
         self.cycle = 0
 
-    def observe(self, hidden: Tensor) -> None:
-        self.seen.append(hidden)
+    def observe(self, hidden: Tensor, counts: Tensor) -> None:
+        self.seen.append(hidden[:, : int(counts[0])])
 
-    def propose(self, anchor: int) -> Tensor:
+    def keep(self, index: Tensor) -> None:
+        assert index.tolist() == []
+
+    def propose(
+        self, anchors: Tensor, sampling: Sampling, uniform: Tensor, seen: Tensor | None
+    ) -> Proposal:
+        anchor = int(anchors[0])
         at = sum(hidden.shape[1] for hidden in self.seen)
         assert self.sequence[at] == anchor
         true = (self.sequence[at + 1 : at + self.block_size] + [3] * self.block_size)[
@@ -55,7 +73,8 @@ class Script:
         ]
         hits = self.hits(self.cycle)
         self.cycle += 1
-        return torch.tensor([t if i < hits else (t + 1) % 96 for i, t in enumerate(true)])
+        drafts = [t if i < hits else (t + 1) % 96 for i, t in enumerate(true)]
+        return Proposal(torch.tensor([drafts]))
 
 
 def always(cycle: int) -> int:
@@ -219,7 +238,7 @@ def test_a_generated_mask_token_stays_in_the_output(name: str) -> None:
 @pytest.mark.parametrize(
     ("length", "count", "message"),
     [
-        (0, 5, "prompt is empty"),
+        (0, 5, "prompt 0 is empty"),
         (4, 0, "max_new_tokens: needs at least 1"),
         (4, -3, "max_new_tokens: needs at least 1"),
         (300, 1, r"300 tokens .* context window of 256"),
@@ -253,10 +272,14 @@ def test_a_sequence_may_fill_the_context_window() -> None:
 
 
 def test_a_cache_that_cannot_be_rolled_back_is_refused() -> None:
-    target = tiny_target()
-    check_rollback(SimpleNamespace(is_croppable=True), target)
-    with pytest.raises(UserError, match="can't be rolled back"):
-        check_rollback(SimpleNamespace(is_croppable=False), target)
+    fine = SimpleNamespace(model_type="x", layer_types=["full_attention", "sliding_attention"])
+    check_rollback(fine)
+    for bad in (
+        SimpleNamespace(model_type="qwen3_next", layer_types=["linear_attention"]),
+        SimpleNamespace(model_type="mamba", state_size=16),
+    ):
+        with pytest.raises(UserError, match=rf"{bad.model_type}.* can't be rolled back"):
+            check_rollback(bad)
 
 
 @pytest.mark.parametrize(
@@ -285,10 +308,12 @@ def test_another_mask_token_is_refused() -> None:
 class Failing(Script):
     """Raises in the third cycle."""
 
-    def propose(self, anchor: int) -> Tensor:
+    def propose(
+        self, anchors: Tensor, sampling: Sampling, uniform: Tensor, seen: Tensor | None
+    ) -> Proposal:
         if self.cycle == 2:
             raise RuntimeError("drafter broke")
-        return super().propose(anchor)
+        return super().propose(anchors, sampling, uniform, seen)
 
 
 def test_an_exception_in_the_middle_leaves_no_hooks() -> None:
@@ -299,7 +324,7 @@ def test_an_exception_in_the_middle_leaves_no_hooks() -> None:
         speculate(target, Failing(PROMPT, expected, always), PROMPT, 20, stop_ids=())
     assert hook_count(target.model) == 0
     wild = Script(PROMPT, expected, never)
-    wild.propose = lambda anchor: torch.tensor([10_000, 3, 3])
+    wild.propose = lambda *_: Proposal(torch.tensor([[10_000, 3, 3]]))
     with pytest.raises(IndexError):
         speculate(target, wild, PROMPT, 20, stop_ids=())
     assert hook_count(target.model) == 0
@@ -320,25 +345,26 @@ def test_target_cache_holds_the_committed_tokens_but_the_last(
     """
     target = tiny_target(architecture)
     expected = greedy(target, PROMPT, 30)
-    caches: list[DynamicCache] = []
+    caches: list[RowCache] = []
     lengths: list[int] = []
-    make = greedy_module.new_cache
 
-    def remember(*args: object) -> DynamicCache:
-        caches.append(make(*args))
+    def remember(*args: Any) -> RowCache:
+        caches.append(RowCache(*args))
         return caches[-1]
 
     class Watching(Script):
-        def propose(self, anchor: int) -> Tensor:
+        def propose(
+            self, anchors: Tensor, sampling: Sampling, uniform: Tensor, seen: Tensor | None
+        ) -> Proposal:
             lengths.append(caches[0].get_seq_length())
             assert lengths[-1] == sum(hidden.shape[1] for hidden in self.seen)
-            return super().propose(anchor)
+            return super().propose(anchors, sampling, uniform, seen)
 
-    monkeypatch.setattr(greedy_module, "new_cache", remember)
+    monkeypatch.setattr(loop_module, "RowCache", remember)
     decoded = speculate(target, Watching(PROMPT, expected, HITS[name]), PROMPT, 30, stop_ids=())
     assert decoded.tokens == expected
     assert lengths[0] == len(PROMPT)
-    assert caches[0].get_seq_length() == len(PROMPT) + 30 - 1
+    assert lengths == sorted(set(lengths))
 
 
 def test_drafter_cache_holds_context_only() -> None:
@@ -351,16 +377,16 @@ def test_drafter_cache_holds_context_only() -> None:
     assert hidden is not None
     total = 0
     for piece in hidden.split([4, 1, 3, 1], dim=1):
-        proposer.observe(piece)
+        observe(proposer, piece)
         total += piece.shape[1]
-        drafts = [proposer.propose(7).tolist() for _ in range(2)]
+        drafts = [propose(proposer, 7).tolist() for _ in range(2)]
         assert drafts[0] == drafts[1]
         assert len(drafts[0]) == K - 1
-        assert len(proposer._context) == 3
-        for keys, values in proposer._context:
+        assert len(proposer.context()) == 3
+        for keys, values in proposer.context():
             assert keys.shape == values.shape == (1, 2, total, 8)
-    proposer.reset()
-    assert proposer._context == []
+    proposer.begin(1)
+    assert proposer.rows.longest == 0
 
 
 def test_drafter_cache_is_one_short_of_the_committed_tokens() -> None:
@@ -369,10 +395,11 @@ def test_drafter_cache_is_one_short_of_the_committed_tokens() -> None:
     committed: list[tuple[int, int]] = []
 
     class Watching(DrafterProposer):
-        def propose(self, anchor: int) -> Tensor:
-            drafts = super().propose(anchor)
-            committed.append((self._context[0][0].shape[2], anchor))
-            return drafts
+        def propose(
+            self, anchors: Tensor, sampling: Sampling, uniform: Tensor, seen: Tensor | None
+        ) -> Proposal:
+            committed.append((self.context()[0][0].shape[2], int(anchors[0])))
+            return super().propose(anchors, sampling, uniform, seen)
 
     decoded = speculate(target, Watching(tiny_drafter(target), target), PROMPT, 20, stop_ids=())
     at = len(PROMPT)
@@ -387,7 +414,7 @@ def test_block_size_may_differ_from_the_trained_one() -> None:
     target = tiny_target()
     expected = greedy(target, PROMPT, 20)
     for block_size in (2, 7):
-        proposer = DrafterProposer(tiny_drafter(target), target, block_size)
+        proposer = DrafterProposer(tiny_drafter(target), target, block_size, longer=True)
         decoded = speculate(target, proposer, PROMPT, 20, stop_ids=())
         assert decoded.tokens == expected
         assert decoded.cycles[0].drafted == block_size - 1
@@ -407,11 +434,11 @@ def test_draft_vocabulary_maps_back_to_target_ids() -> None:
     proposer = DrafterProposer(narrow, target)
     hidden = target.forward(token_ids(9)[None]).hidden
     assert hidden is not None
-    proposer.observe(hidden)
+    observe(proposer, hidden)
     with torch.no_grad():
-        logits = target.head(proposer.block_hidden(7)[0, 1:])
+        logits = target.head(block_hidden(proposer, 7)[1:])
     best = [max(narrow.draft_ids.tolist(), key=lambda i: float(row[i])) for row in logits]
-    assert proposer.propose(7).tolist() == best
+    assert propose(proposer, 7).tolist() == best
     assert best != logits.argmax(-1).tolist()
     expected = varied(greedy(target, PROMPT, 30))
     assert speculate(target, proposer, PROMPT, 30, stop_ids=()).tokens == expected
@@ -463,11 +490,12 @@ def test_decoding_copy_is_a_frozen_copy() -> None:
         ([], [4], 0),
     ],
 )
-def test_matching_prefix_stops_at_the_first_miss(
+def test_matching_stops_at_the_first_miss(
     drafts: list[int], choices: list[int], expected: int
 ) -> None:
     """Later matches don't count: the target saw a wrong token before them."""
-    assert matching_prefix(torch.tensor(drafts), torch.tensor(choices)) == expected
+    given = torch.tensor([drafts], dtype=torch.int64)
+    assert accept_matching(given, torch.tensor([choices]), torch.tensor([9])).tolist() == [expected]
 
 
 def test_until_stop_keeps_the_first_stop_token() -> None:
@@ -517,6 +545,6 @@ def test_both_proposers_speak_the_protocol() -> None:
     real loop.
     """
     for cls in (Script, DrafterProposer):
-        for method in ("reset", "observe", "propose"):
+        for method in ("begin", "observe", "propose", "keep"):
             ours = inspect.signature(getattr(cls, method)).parameters
             assert list(ours) == list(inspect.signature(getattr(Proposer, method)).parameters)

@@ -19,6 +19,11 @@ ROOMS = [
     "figures",
     "console",
     "evaluation",
+    "runs",
+    "requests",
+    "streaming",
+    "generate",
+    "commands",
     "cli",
     "__main__",
 ]

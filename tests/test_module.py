@@ -18,9 +18,9 @@ from torch.nn.functional import cross_entropy, linear
 
 from dflash_lightning.data.blocks import Batch, RandomAnchors
 from dflash_lightning.data.datamodule import DFlashDataModule
-from dflash_lightning.data.draft_vocab import to_draft_rows
+from dflash_lightning.data.draft_vocab import choose_draft_vocab, to_draft_rows
 from dflash_lightning.data.prompts import JsonlPrompts
-from dflash_lightning.decoding.greedy import decode_plain
+from dflash_lightning.decoding.loop import decode
 from dflash_lightning.drafter.attention import full_attention
 from dflash_lightning.drafter.model import Drafter
 from dflash_lightning.errors import UserError
@@ -493,10 +493,8 @@ def test_a_window_without_any_weight_changes_nothing(lab: Lab, accumulate: int) 
 def test_draft_vocabulary_is_counted_where_the_samples_lie(lab: Lab) -> None:
     """Lightning builds the module inside `with device:`, and the samples are on the CPU."""
     module, data = lab.ready(lab.data(), draft_vocab=5)
-    ids = module.drafter.draft_ids.clone()
-    module.drafter.draft_ids.zero_()
     with torch.device("meta"):
-        module._choose_draft_vocab(data, 5)
+        ids = choose_draft_vocab(data.samples["train"], module.target.num_embeddings, 5)
     assert torch.equal(module.drafter.draft_ids, ids)
 
 
@@ -642,7 +640,7 @@ def test_prediction_returns_text_and_accept_length(lab: Lab) -> None:
     assert len(found) == len(data.held_out_prompts["test"]) == len(QUESTIONS)
     assert module.target is not None
     for prompt, answer in zip(data.held_out_prompts["test"], found, strict=True):
-        plain = decode_plain(module.target, torch.tensor(prompt), data.max_new_tokens)
+        [plain] = decode(module.target, [torch.tensor(prompt)], None, data.max_new_tokens)
         assert answer["token_ids"] == plain.tokens
         tokenizer = data.spec.tokenizer
         assert answer["text"] == tokenizer.decode(plain.tokens, skip_special_tokens=True)

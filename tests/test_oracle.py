@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from reference import PROMPT, every_block, greedy, token_ids, training_module, varied
+from reference import PROMPT, every_block, greedy, speculate, token_ids, training_module, varied
 from tiny import tiny_drafter, tiny_target
 from torch import Tensor
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
-from dflash_lightning.decoding.greedy import speculate
 from dflash_lightning.decoding.proposer import DrafterProposer
 from dflash_lightning.drafter.attention import full_attention
 from dflash_lightning.drafter.model import Drafter

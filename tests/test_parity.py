@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference import every_block, greedy, token_ids, training_module
+from reference import (
+    block_hidden,
+    every_block,
+    greedy,
+    observe,
+    propose,
+    token_ids,
+    training_module,
+)
 from tiny import ARCHITECTURES, tiny_drafter, tiny_target
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
@@ -36,10 +44,10 @@ def inference_blocks(target: Target, drafter: Drafter, ids: Tensor) -> dict[int,
         for size in PIECES:
             hidden = target.forward(ids[None, at : at + size], cache=cache).hidden
             assert hidden is not None
-            proposer.observe(hidden)
+            observe(proposer, hidden)
             at += size
             if at < len(ids):
-                found[at] = proposer.block_hidden(int(ids[at]))[0]
+                found[at] = block_hidden(proposer, int(ids[at]))
     return found
 
 
@@ -51,12 +59,12 @@ def every_inference_block(target: Target, drafter: Drafter, ids: Tensor) -> dict
     found: dict[int, Tensor] = {}
     with torch.no_grad():
         for anchor in range(1, len(ids)):
-            proposer.reset()
+            proposer.begin(1)
             for piece in hidden[:, :anchor].tensor_split(
                 [anchor // 3, anchor - anchor // 2], dim=1
             ):
-                proposer.observe(piece)
-            found[anchor] = proposer.block_hidden(int(ids[anchor]))[0]
+                observe(proposer, piece)
+            found[anchor] = block_hidden(proposer, int(ids[anchor]))
     return found
 
 
@@ -119,9 +127,9 @@ def test_first_block_has_no_context_in_training_and_decoding() -> None:
     batch = every_block([ids], K, target.mask_token_id)
     blocks = training_blocks(training_module(target, drafter), batch)[0]
     proposer = DrafterProposer(drafter, target)
-    proposer.observe(torch.empty(1, 0, 96))
+    observe(proposer, torch.empty(1, 0, 96))
     with torch.no_grad():
-        torch.testing.assert_close(blocks[0], proposer.block_hidden(int(ids[0]))[0])
+        torch.testing.assert_close(blocks[0], block_hidden(proposer, int(ids[0])))
 
 
 def test_proposals_are_the_training_predictions() -> None:
@@ -145,9 +153,9 @@ def test_proposals_are_the_training_predictions() -> None:
         hidden = target.forward(ids[None]).hidden
         assert hidden is not None
         for anchor in range(1, len(ids) - K):
-            proposer.reset()
-            proposer.observe(hidden[:, :anchor])
-            assert proposer.propose(int(ids[anchor])).tolist() == predicted[anchor, 1:].tolist()
+            proposer.begin(1)
+            observe(proposer, hidden[:, :anchor])
+            assert propose(proposer, int(ids[anchor])).tolist() == predicted[anchor, 1:].tolist()
             assert batch.labels[0, anchor, 1:].tolist() == ids[anchor + 1 : anchor + K].tolist()
 
 

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFReader, dequantize
+from reference import decode_plain, speculate
 
 from dflash_lightning.data.samples import prompt_ids
-from dflash_lightning.decoding.greedy import decode_plain, divergence, speculate
+from dflash_lightning.decoding.evaluate import divergence
 from dflash_lightning.decoding.proposer import DrafterProposer
 from dflash_lightning.drafter.config import drafter_config
 from dflash_lightning.drafter.model import Drafter

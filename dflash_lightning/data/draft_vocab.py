@@ -4,6 +4,7 @@ It only narrows what is drafted. The target verifies over its full vocabulary, s
 lossless.
 """
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,21 @@ from torch import Tensor
 
 from dflash_lightning.data.samples import Sample
 from dflash_lightning.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+def choose_draft_vocab(samples: Sequence[Sample], vocab_size: int, size: int) -> Tensor:
+    """Return the `size` tokens `[Vd]` that the samples supervise most often, and say their share.
+
+    Counts on the CPU, also where Lightning makes new tensors on the training device.
+    """
+    with torch.device("cpu"):
+        counts = token_counts(samples, vocab_size)
+        ids = most_frequent(counts, size)
+    kept = float(counts[ids].sum() / counts.sum())
+    log.info("draft vocabulary: %d tokens cover %.2f%% of the training answers", size, 100 * kept)
+    return ids
 
 
 def token_counts(samples: Sequence[Sample], vocab_size: int) -> Tensor:

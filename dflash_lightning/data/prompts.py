@@ -94,11 +94,7 @@ class JsonlPrompts(PromptSource):
 
     def load(self) -> dict[Split, list[Prompt]]:
         """See `PromptSource.load`."""
-        return _with_held_out(
-            self,
-            [_jsonl_prompt(*row) for row in _lines(self.train)],
-            lambda path: [_jsonl_prompt(*row) for row in _lines(path)],
-        )
+        return _with_held_out(self, jsonl_prompts(self.train), jsonl_prompts)
 
 
 @dataclass
@@ -125,6 +121,15 @@ class TextPrompts(PromptSource):
     def load(self) -> dict[Split, list[Prompt]]:
         """See `PromptSource.load`."""
         return _with_held_out(self, _documents(self.train), _documents)
+
+
+def jsonl_prompts(path: str) -> list[Prompt]:
+    """Return the chats of one JSONL file; see `JsonlPrompts` for its rows.
+
+    Raises:
+        UserError: The file is missing or a row is bad; the message names file and line.
+    """
+    return [_jsonl_prompt(*row) for row in _lines(path)]
 
 
 def _with_held_out(

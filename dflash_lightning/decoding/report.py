@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 from typing import Any
 
-from dflash_lightning.decoding.greedy import Decoded
+from dflash_lightning.decoding.outcome import Decoded
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,10 @@ class DecodingReport:
 
     Over the cycles that verified at least k drafts.
     """
+    conditional: list[float]
+    """Survival at k over survival at k - 1: acceptance of draft k once those before it held."""
+    marginal: list[float]
+    """How often draft k alone is the token that the output has at its place, k = 1..K-1."""
     accepted_histogram: list[int]
     """Cycles by number of accepted drafts, 0..K-1."""
     tokens_per_s: float
@@ -50,12 +54,18 @@ class DecodingReport:
     draft_ms: float
     """Median over prompts of the drafting time per cycle."""
     verify_ms: float
-    """Median over prompts of the verifying time per cycle."""
+    """Median over prompts of the target's forward per cycle."""
+    overhead_ms: float
+    """Median over prompts of what else a cycle takes."""
     plain_step_ms: float
     """Median over prompts of a plain step."""
     identical: int
     """Prompts whose output equals plain decoding token for token."""
     divergences: list[Divergence]
+    batch_size: int = 1
+    """Prompts decoded together; seconds are shares of the batch's."""
+    others: dict[str, float] = field(default_factory=dict)
+    """Tokens per second of what a user could take instead, on the same prompts."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as plain types."""
@@ -71,8 +81,10 @@ class DecodingReport:
             "plain_tokens_per_s": self.plain_tokens_per_s,
             "draft_ms": self.draft_ms,
             "verify_ms": self.verify_ms,
+            "overhead_ms": self.overhead_ms,
             "identical_share": self.identical / self.prompts,
             **{f"accept_rate/pos_{k}": rate for k, rate in enumerate(self.survival, start=1)},
+            **{f"{name}_tokens_per_s": speed for name, speed in self.others.items()},
         }
         return {f"decode/{name}": value for name, value in values.items() if math.isfinite(value)}
 
@@ -98,6 +110,8 @@ def report(
     plain: Sequence[Decoded],
     divergences: Sequence[Divergence],
     block_size: int,
+    batch_size: int = 1,
+    others: dict[str, float] | None = None,
 ) -> DecodingReport:
     """Return the figures of prompts decoded speculatively and plainly, in the same order.
 
@@ -106,22 +120,28 @@ def report(
         plain: Plain output per prompt.
         divergences: One per prompt whose outputs differ.
         block_size: K.
+        batch_size: Prompts that were decoded together.
+        others: Tokens per second of other decoders on the same prompts.
     """
     cycles = [cycle for d in decoded for cycle in d.cycles]
     tokens, seconds = sum(len(d.tokens) for d in decoded), sum(d.total_s for d in decoded)
     plain_tokens, plain_seconds = sum(len(d.tokens) for d in plain), sum(d.total_s for d in plain)
-    histogram = [sum(c.accepted == n for c in cycles) for n in range(block_size)]
+    survival = [
+        _ratio(sum(c.accepted >= k for c in cycles), sum(c.drafted >= k for c in cycles))
+        for k in range(1, block_size)
+    ]
     return DecodingReport(
         prompts=len(decoded),
         block_size=block_size,
         cycles=len(cycles),
         accept_len=_ratio(sum(c.committed for c in cycles), len(cycles)),
         accept_len_per_prompt=_mean([d.accept_len for d in decoded if d.cycles]),
-        survival=[
-            _ratio(sum(c.accepted >= k for c in cycles), sum(c.drafted >= k for c in cycles))
-            for k in range(1, block_size)
+        survival=survival,
+        conditional=[
+            _ratio(s, before) for s, before in zip(survival, [1.0, *survival[:-1]], strict=True)
         ],
-        accepted_histogram=histogram,
+        marginal=marginal_acceptance(decoded, block_size),
+        accepted_histogram=[sum(c.accepted == n for c in cycles) for n in range(block_size)],
         tokens_per_s=_ratio(tokens, seconds),
         plain_tokens_per_s=_ratio(plain_tokens, plain_seconds),
         speedup=_ratio(tokens * plain_seconds, seconds * plain_tokens),
@@ -132,10 +152,34 @@ def report(
         prefill_ms=_median([1e3 * d.prefill_s for d in decoded]),
         draft_ms=_median([1e3 * d.draft_s / len(d.cycles) for d in decoded if d.cycles]),
         verify_ms=_median([1e3 * d.verify_s / len(d.cycles) for d in decoded if d.cycles]),
+        overhead_ms=_median([1e3 * _overhead(d) / len(d.cycles) for d in decoded if d.cycles]),
         plain_step_ms=_median([1e3 * p.verify_s / len(p.cycles) for p in plain if p.cycles]),
         identical=len(decoded) - len(divergences),
         divergences=list(divergences),
+        batch_size=batch_size,
+        others=others or {},
     )
+
+
+def marginal_acceptance(decoded: Sequence[Decoded], block_size: int) -> list[float]:
+    """Return how often draft k alone was right, `[K-1]`, judged by what the output became.
+
+    Unlike survival it does not ask whether the drafts before were right; places beyond the output's
+    end are not counted. NaN where nothing was.
+    """
+    right, scored = [0] * (block_size - 1), [0] * (block_size - 1)
+    for d in decoded:
+        at = 1
+        for cycle in d.cycles:
+            for k, (draft, token) in enumerate(zip(cycle.drafts, d.tokens[at:], strict=False)):
+                right[k] += draft == token
+                scored[k] += 1
+            at += cycle.committed
+    return [_ratio(r, n) for r, n in zip(right, scored, strict=True)]
+
+
+def _overhead(d: Decoded) -> float:
+    return d.total_s - d.prefill_s - d.draft_s - d.verify_s
 
 
 def _ratio(numerator: float, denominator: float) -> float:

@@ -30,7 +30,9 @@ class DrafterConfig(PreTrainedConfig):
         mask_token_id: Embedding row of a masked slot.
         target_layer_ids: Tapped target layers.
         num_target_layers: L, decoder layers of the target.
-        target_name: Where the target came from, for people.
+        target_name: Where the target came from; it is looked for there again.
+        target_revision: Its hub revision; null is the default branch.
+        target_dtype: Precision in which the target ran.
         target_fingerprint: Identity of the target's weights.
     """
 
@@ -53,6 +55,8 @@ class DrafterConfig(PreTrainedConfig):
     target_layer_ids: list[int] | None = None
     num_target_layers: int = 0
     target_name: str = ""
+    target_revision: str | None = None
+    target_dtype: str = "bfloat16"
     target_fingerprint: str = ""
 
     @property
@@ -88,6 +92,8 @@ def drafter_config(
     draft_vocab_size: int | None = None,
     intermediate_size: int | None = None,
     target_name: str = "",
+    target_revision: str | None = None,
+    target_dtype: str = "bfloat16",
     target_fingerprint: str = "",
 ) -> DrafterConfig:
     """Return the configuration of a drafter for a target with text config `target_config`.
@@ -119,6 +125,8 @@ def drafter_config(
         target_layer_ids=target_layer_ids,
         num_target_layers=target_config.num_hidden_layers,
         target_name=target_name,
+        target_revision=target_revision,
+        target_dtype=target_dtype,
         target_fingerprint=target_fingerprint,
     )
 
