@@ -159,10 +159,9 @@ class DecodingEvaluation(pl.Callback):
         """Decode with a copy of the drafter: the module stays as it is."""
         target, drafter, prompts = self._parts(trainer, module, split, num_prompts)
         proposer = DrafterProposer(drafter, target)
-        with torch.autocast(module.device.type, enabled=False):
-            found, decoded = evaluate(
-                target, proposer, prompts, self.max_new_tokens, self.batch_size, others
-            )
+        found, decoded = evaluate(
+            target, proposer, prompts, self.max_new_tokens, self.batch_size, others
+        )
         self._log(trainer, found, marked_text(target, prompts[0], decoded[0]))
         return found
 

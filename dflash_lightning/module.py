@@ -222,8 +222,7 @@ class DFlashModule(pl.LightningModule):
         """Decode one prompt `[P]` with the current drafter, in the target's dtype."""
         assert self.target is not None
         proposer = DrafterProposer(decoding_copy(self.drafter, self.target.dtype), self.target)
-        with torch.autocast(self.device.type, enabled=False):
-            return decode(self.target, [prompt], proposer, max_new_tokens)[0]
+        return decode(self.target, [prompt], proposer, max_new_tokens)[0]
 
     # ---- epochs ----------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, Qwen3Ne
 from dflash_lightning.decoding.cache import RowCache, Rows
 from dflash_lightning.decoding.loop import OnCommit, decode
 from dflash_lightning.decoding.outcome import Decoded, until_stop
-from dflash_lightning.decoding.proposer import DrafterProposer, Proposal, Proposer
+from dflash_lightning.decoding.proposer import DrafterProposer, Proposal, Proposer, decoding_copy
 from dflash_lightning.decoding.sampling import Sampling, distribution, draw
 from dflash_lightning.errors import UserError
 from dflash_lightning.target import Target
@@ -485,6 +485,29 @@ def test_an_exception_in_the_middle_leaves_nothing() -> None:
     assert hook_count(target.model) == 0
     proposer.broken = False
     assert outputs(decode(target, PROMPTS[:3], proposer, COUNT, ())) == expected[:3]
+
+
+def test_decoding_leaves_everything_as_found() -> None:
+    """Mixed precision around it does not reach in; random state and modes stay."""
+    target = tiny_target()
+    expected = continuations(target, "llama_tied")
+    drafter = tiny_drafter(target)
+    drafter.train()
+    proposer = DrafterProposer(decoding_copy(drafter, target.dtype), target)
+    random = torch.get_rng_state()
+    own_config = target.model.generation_config.to_dict()
+    with torch.autocast("cpu", torch.bfloat16), torch.enable_grad():
+        found = decode(target, PROMPTS[:3], proposer, COUNT, ())
+        sampled = decode(target, PROMPTS[:3], proposer, COUNT, (), Sampling(1.0), seed=3)
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.is_grad_enabled()
+    assert outputs(found) == expected[:3]
+    again = decode(target, PROMPTS[:3], proposer, COUNT, (), Sampling(1.0), seed=3)
+    assert outputs(sampled) == outputs(again)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert drafter.training
+    assert not target.model.training
+    assert target.model.generation_config.to_dict() == own_config
 
 
 def test_decoding_inside_decoding() -> None:

@@ -73,7 +73,7 @@ def _decoder(target: Target, options: dict[str, Any]) -> Decoder:
             pad_token_id=0,
             **lookup,
         )
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(target.device.type, enabled=False):
             ids = prompt[None].to(target.device)
             output = target.model.generate(ids, generation_config=config, **models)
         if target.device.type == "cuda":

@@ -57,14 +57,16 @@ def decode(
         max_new_tokens: Longest output, the prefill's token included.
         stop_ids: Tokens that end an output; None takes the target's.
         sampling: How tokens are chosen, by target and drafter alike.
-        seed: Prompt i draws from a generator seeded with (seed + i), whatever the batch.
+        seed: Prompt i draws from its own generator, seeded with (seed + i).
         on_commit: Told of every commitment as it happens.
 
     Raises:
         UserError: No prompt, an empty one, or one that does not fit the target's window.
     """
     stops = target.stop_ids if stop_ids is None else frozenset(stop_ids)
-    return _Batch(target, prompts, proposer, max_new_tokens, stops, sampling, seed, on_commit).run()
+    with torch.autocast(target.device.type, enabled=False):
+        args = target, prompts, proposer, max_new_tokens, stops, sampling, seed, on_commit
+        return _Batch(*args).run()
 
 
 class _Batch:
