@@ -23,6 +23,7 @@ from dflash_lightning.data.datamodule import default_cache_dir
 from dflash_lightning.data.prompts import WordProblems
 from dflash_lightning.data.samples import prompt_ids
 from dflash_lightning.decoding.cache import RowCache
+from dflash_lightning.decoding.evaluate import divergence
 from dflash_lightning.decoding.loop import GREEDY, decode
 from dflash_lightning.decoding.outcome import Cycle, Decoded
 from dflash_lightning.decoding.proposer import DrafterProposer, decoding_copy
@@ -50,23 +51,26 @@ def main(ckpt: str, prompts: int = 16, max_new_tokens: int = 96, out: str | None
     runs: dict[str, list[Decoded]] = {"plain": [], "ours": [], "ours, full head": [], "native": []}
     for name in runs:
         run(name, target, asked[:1], proposer, full_head, native, 8)
+    bare: list[tuple[float, float]] = []
     for prompt in tqdm(asked, desc="decoding at batch 1"):
         for name, found in runs.items():
             found += run(name, target, [prompt], proposer, full_head, native, max_new_tokens)
+        bare.append(bare_forwards(target, proposer, prompt))
     batches = {8: [], 1: []}
     for start in tqdm(range(0, len(asked), 8), desc="decoding at batch 8"):
         batch = asked[start : start + 8]
         batches[8] += decode(target, batch, proposer, max_new_tokens)
         for prompt in batch:
             batches[1] += decode(target, [prompt], proposer, max_new_tokens)
-    draft_ms, verify_ms = bare_forwards(target, drafter, proposer, asked[0])
+    draft_ms, verify_ms = median(d for d, _ in bare), median(v for _, v in bare)
     ours = runs["ours"]
     cycle_ms = median(1e3 * (d.total_s - d.prefill_s) / len(d.cycles) for d in ours if d.cycles)
     speeds = {name: speed(found) for name, found in runs.items()}
+    pairs = list(zip(asked, runs["ours, full head"], runs["native"], strict=True))
     same = sum(
-        [c.committed for c in a.cycles] == [c.committed for c in b.cycles]
-        for a, b in zip(runs["ours, full head"], runs["native"], strict=True)
+        [c.committed for c in a.cycles] == [c.committed for c in b.cycles] for _, a, b in pairs
     )
+    parted = [divergence(target, prompt, a.tokens, b.tokens) for prompt, a, b in pairs]
     figures = {
         "threads": torch.get_num_threads(),
         "dtype": str(target.dtype),
@@ -77,6 +81,7 @@ def main(ckpt: str, prompts: int = 16, max_new_tokens: int = 96, out: str | None
         "ours over native": speeds["ours"] / speeds["native"],
         "ours with full head over native": speeds["ours, full head"] / speeds["native"],
         "prompts with the same accepted counts as native (both full head)": same,
+        "logit gaps where outputs part from native": [gap for _, gap in filter(None, parted)],
         "batch 8 over batch 1": speed(batches[8]) / speed(batches[1]),
         "cycle_ms": cycle_ms,
         "bare draft_ms": draft_ms,
@@ -172,20 +177,24 @@ def without_draft_vocab(drafter: Drafter) -> Drafter:
 
 @torch.no_grad()
 def bare_forwards(
-    target: Target, drafter: Drafter, proposer: DrafterProposer, prompt: Tensor, repeats: int = 40
+    target: Target, proposer: DrafterProposer, prompt: Tensor, repeats: int = 10
 ) -> tuple[float, float]:
-    """Return median milliseconds of a draft forward and of a verify forward, alone, same shapes."""
+    """Return median milliseconds of a draft forward and of a verify forward, alone, same shapes.
+
+    The draft forward is that of DFlash: two new context positions and a block.
+    """
     cache = RowCache(target.model, 1)
     output = target.forward(prompt[None], None, cache.positions(len(prompt)), cache)
-    cache.rows.set(torch.tensor([len(prompt)]))
-    proposer.begin(1)
     assert output.hidden is not None
-    proposer.observe(output.hidden, torch.tensor([len(prompt)]))
+    cache.rows.set(torch.tensor([len(prompt)]))
     block = torch.full((1, proposer.block_size), 17)
     uniform = torch.zeros(1, proposer.block_size)
+    proposer.begin(1)
+    proposer.observe(output.hidden, torch.tensor([len(prompt)]))
     draft, verify = [], []
     for _ in range(repeats):
         start = time.perf_counter()
+        proposer.observe(output.hidden[:, :2], torch.tensor([2]))
         proposer.propose(block[:, 0], GREEDY, uniform, None)
         middle = time.perf_counter()
         target.forward(block, None, cache.positions(proposer.block_size), cache, logits_to_keep=0)
@@ -201,6 +210,10 @@ def word_problems(target: Target, count: int) -> list[Tensor]:
     return [torch.tensor(prompt_ids(target.tokenizer, p.messages)) for p in found]
 
 
+def counts(decoded: Decoded) -> list[int]:
+    return [cycle.committed for cycle in decoded.cycles]
+
+
 def speed(found: list[Decoded]) -> float:
     return sum(len(d.tokens) for d in found) / sum(d.total_s for d in found)
 
@@ -211,4 +224,4 @@ def accept_len(found: list[Decoded]) -> float:
 
 
 if __name__ == "__main__":
-    auto_cli(main)
+    auto_cli(main, as_positional=False)

@@ -49,7 +49,8 @@ class OutputHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return logits `[..., V]` in the weight's dtype for final-normed states `[..., H]`."""
-        logits = nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+        rows = hidden.to(self.weight.dtype).reshape(-1, hidden.shape[-1])  # a slice: 30 x slower
+        logits = nn.functional.linear(rows, self.weight, self.bias).view(*hidden.shape[:-1], -1)
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
