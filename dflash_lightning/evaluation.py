@@ -11,8 +11,15 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from dflash_lightning.console import decoding_table
-from dflash_lightning.decoding.compare import Other, other_decoders, tokens_per_second
+from dflash_lightning.data.datamodule import DFlashDataModule
+from dflash_lightning.decoding.compare import (
+    Other,
+    check_assistant,
+    other_decoders,
+    tokens_per_second,
+)
 from dflash_lightning.decoding.evaluate import evaluate, marked_text
+from dflash_lightning.decoding.loop import check_prompts
 from dflash_lightning.decoding.proposer import DrafterProposer, decoding_copy
 from dflash_lightning.decoding.report import DecodingReport
 from dflash_lightning.drafter.model import Drafter
@@ -51,8 +58,22 @@ class DecodingEvaluation(pl.Callback):
         compare: list[Literal["plain", "prompt_lookup", "assistant"]] | None = None,
         assistant: str | None = None,
     ) -> None:
-        if batch_size < 1:
-            raise UserError(f"decode.batch_size: needs at least 1, got {batch_size}")
+        counts = {
+            "num_prompts": num_prompts,
+            "final_prompts": final_prompts,
+            "max_new_tokens": max_new_tokens,
+            "batch_size": batch_size,
+            "every_n_steps": every_n_steps or 1,
+        }
+        for name, count in counts.items():
+            if count < 1:
+                raise UserError(f"decode.{name}: needs at least 1, got {count}")
+        if min(eval_block_sizes or [2]) < 2:
+            raise UserError(
+                f"decode.eval_block_sizes: needs 2 or more each, got {eval_block_sizes}"
+            )
+        if "assistant" in (compare or []) and assistant is None:
+            raise UserError("decode.assistant: comparing with an assistant needs the name of one")
         self.every_n_steps, self.num_prompts = every_n_steps, num_prompts
         self.final_prompts, self.max_new_tokens = final_prompts, max_new_tokens
         self.batch_size, self.eval_block_sizes = batch_size, eval_block_sizes or []
@@ -60,10 +81,21 @@ class DecodingEvaluation(pl.Callback):
         self._last_step = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse data without prompts to decode, before anything is trained."""
+        """Refuse what can't be decoded or compared with, before anything is trained."""
+        if stage == "predict":
+            return
         split = "test" if stage == "test" else "val"
-        if stage != "predict" and not self._prompts(trainer, split, 1):
+        count = self.final_prompts if stage != "fit" else max(self.num_prompts, self.final_prompts)
+        prompts = self._prompts(trainer, split, count)
+        if not prompts:
             raise UserError(f"data.prompts: the {split} split has no prompt to decode")
+        data = cast(DFlashDataModule, trainer.datamodule)  # type: ignore[attr-defined]
+        try:
+            check_prompts(data.spec.config.max_position_embeddings, prompts, self.max_new_tokens)
+        except UserError as error:
+            raise UserError(f"decode.max_new_tokens: {split} {error}") from error
+        if "assistant" in self.compare:
+            check_assistant(self.assistant, data.spec.config.vocab_size, data.cache_dir)
 
     def on_train_batch_end(
         self,

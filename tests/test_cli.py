@@ -16,51 +16,6 @@ from dflash_lightning.errors import UserError
 
 
 @pytest.fixture(scope="module")
-def experiment(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A YAML that trains a tiny drafter for a tiny target in a second."""
-    folder = tmp_path_factory.mktemp("experiment")
-    rows = [{"messages": [{"role": "user", "content": f"{n} and {n + 1}?"}]} for n in range(20)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = {
-        "seed_everything": 3,
-        "model": {
-            "target": {"name": str(target_folder), "dtype": "float32", "num_taps": 3},
-            "block_size": 4,
-            "num_layers": 1,
-            "draft_vocab": 40,
-            "lr": 1e-3,
-        },
-        "data": {
-            "prompts": {
-                "class_path": "JsonlPrompts",
-                "init_args": {"train": str(folder / "prompts.jsonl"), "held_out": 3},
-            },
-            "max_new_tokens": 16,
-            "anchors": {"class_path": "RandomAnchors", "init_args": {"num_anchors": 4}},
-            "batch_size": 4,
-            "features": "store",
-            "cache_dir": str(folder / "cache"),
-        },
-        "decode": {"every_n_steps": 2, "num_prompts": 2, "final_prompts": 3, "max_new_tokens": 12},
-        "trainer": {
-            "max_steps": 4,
-            "max_epochs": -1,
-            "precision": "32-true",
-            "accelerator": "cpu",
-            "val_check_interval": 2,
-            "check_val_every_n_epoch": None,
-            "num_sanity_val_steps": 0,
-            "log_every_n_steps": 1,
-            "enable_progress_bar": False,
-            "default_root_dir": str(folder / "runs"),
-        },
-    }
-    file = folder / "experiment.yaml"
-    file.write_text(yaml.safe_dump(config))
-    return file
-
-
-@pytest.fixture(scope="module")
 def run(experiment: Path) -> Path:
     """The folder of one finished run."""
     main(["fit", "-c", str(experiment)])
@@ -224,6 +179,11 @@ def _printed(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         (["--data.prompts.train", "nowhere.jsonl"], ["nowhere.jsonl"]),
         (["--data.prompts.held_out", "10"], ["held_out"]),
         (["--data.prompts.held_out", "0"], ["data.prompts", "val", "no prompt to decode"]),
+        (["--decode.batch_size", "0"], ["decode.batch_size", "at least 1"]),
+        (["--decode.max_new_tokens", "400"], ["decode.max_new_tokens", "context window of 256"]),
+        (["--decode.eval_block_sizes", "[8,1]"], ["decode.eval_block_sizes", "2 or more"]),
+        (["--decode.compare", "[beam]"], ["decode.compare", "beam"]),
+        (["--decode.compare", "[assistant]"], ["decode.assistant", "needs the name of one"]),
         (["--ckpt_path", "nowhere.ckpt"], ["--ckpt_path", "nowhere.ckpt"]),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from dflash_lightning.errors import UserError
 from dflash_lightning.target import Target
@@ -51,13 +51,27 @@ def tokens_per_second(decoder: Decoder, prompts: Sequence[Tensor], max_new_token
     return count / (time.perf_counter() - start)
 
 
-def _assistant(target: Target, name: str | None, cache_dir: Path) -> Any:
+def check_assistant(name: str | None, vocab_size: int, cache_dir: Path) -> Path:
+    """Return the folder of an assistant model, before its weights are loaded.
+
+    Raises:
+        UserError: None given, or one of another vocabulary.
+    """
     if name is None:
         raise UserError("decode.assistant: comparing with an assistant needs the name of one")
     folder = target_folder(name, None, cache_dir)
+    found = AutoConfig.from_pretrained(folder).get_text_config(decoder=True).vocab_size
+    if found != vocab_size:
+        raise UserError(
+            f"decode.assistant: {name} has a vocabulary of {found} tokens, the target one of "
+            f"{vocab_size}"
+        )
+    return folder
+
+
+def _assistant(target: Target, name: str | None, cache_dir: Path) -> Any:
+    folder = check_assistant(name, target.config.vocab_size, cache_dir)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype)
-    if model.config.get_text_config().vocab_size != target.config.vocab_size:
-        raise UserError(f"decode.assistant: {name} has another vocabulary than the target")
     return model.to(target.device).eval()
 
 

@@ -84,7 +84,7 @@ class _Batch:
         on_commit: OnCommit | None,
     ) -> None:
         self.cache = RowCache(target.model, len(prompts))
-        check_prompts(target, prompts, max_new_tokens)
+        check_prompts(int(target.config.max_position_embeddings), prompts, max_new_tokens)
         self.target, self.proposer, self.sampling = target, proposer, sampling
         self.max_new_tokens, self.stops, self.on_commit = max_new_tokens, stops, on_commit
         self.prompts = prompts
@@ -272,13 +272,12 @@ class _Batch:
         return time.perf_counter()
 
 
-def check_prompts(target: Target, prompts: Sequence[Tensor], max_new_tokens: int) -> None:
-    """Check that there is something to decode and that it fits the target.
+def check_prompts(window: int, prompts: Sequence[Tensor], max_new_tokens: int) -> None:
+    """Check that there is something to decode and that it fits a context window, in tokens.
 
     Raises:
         UserError: No prompt, an empty one, nothing to generate, or a sequence beyond the window.
     """
-    window = int(target.config.max_position_embeddings)
     if not prompts:
         raise UserError("there is no prompt to decode: give at least one")
     if max_new_tokens < 1:
