@@ -34,7 +34,8 @@ def test_flags_in_the_readme_exist(tmp_path: Path) -> None:
     cli = main(
         ["--trainer.logger", "false", "--trainer.default_root_dir", str(tmp_path)], run=False
     )
-    known = set(cli.parser.dump(cli.config, format="json").split('"')) | {"train"}
+    dumped = cli.parser.dump(cli.config, format="json", skip_none=False)
+    known = set(dumped.split('"')) | {"train"}
     for flag in flags:
         assert flag.split(".")[-1] in known, f"README names an unknown flag --{flag}"
 
