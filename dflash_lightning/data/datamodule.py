@@ -28,7 +28,8 @@ from dflash_lightning.data.loading import (
     only_item,
 )
 from dflash_lightning.data.prepare import answer_prompts
-from dflash_lightning.data.prompts import SPLITS, Prompt, PromptSource, Split, WordProblems
+from dflash_lightning.data.prompts import SPLITS, Prompt, PromptSource, Split
+from dflash_lightning.data.rows import BadRows, good_rows
 from dflash_lightning.data.samples import (
     Sample,
     chat_sample,
@@ -36,6 +37,7 @@ from dflash_lightning.data.samples import (
     response_sample,
     text_sample,
 )
+from dflash_lightning.data.sources import WordProblems
 from dflash_lightning.errors import UserError
 from dflash_lightning.target import Target, load_target
 from dflash_lightning.target_spec import TargetConfig, TargetSpec, inspect_target
@@ -122,7 +124,8 @@ class DFlashDataModule(pl.LightningDataModule):
                 target.append(load_target(self.spec, device))
             return target[0]
 
-        for split, prompts in self.prompts.load().items():
+        for split in SPLITS:
+            prompts = list(self.prompts.stream(split))
             self.samples[split] = self._usable(split, self._samples(prompts, loaded))
             if self.features == "store":
                 self.stores[split] = build_store(
@@ -138,12 +141,15 @@ class DFlashDataModule(pl.LightningDataModule):
 
     def _samples(self, prompts: Sequence[Prompt], loaded: Any) -> list[Sample]:
         if self.responses == "given":
-            return [self._given(p) for p in prompts]
-        asked = [self._prompt_ids(p) for p in prompts]
+            return list(good_rows(prompts, self._given, self._bad_rows()))
+        asked = list(good_rows(prompts, self._prompt_ids, self._bad_rows()))
         answers = answer_prompts(
             loaded, self.spec.fingerprint, asked, self.max_new_tokens, self.cache_dir
         )
         return [response_sample(p, a) for p, a in zip(asked, answers, strict=True)]
+
+    def _bad_rows(self) -> BadRows:
+        return BadRows(self.prompts.max_bad_share, log.warning)
 
     def _given(self, prompt: Prompt) -> Sample:
         try:
@@ -173,7 +179,8 @@ class DFlashDataModule(pl.LightningDataModule):
 
         Chats up to the last answer, texts up to their middle.
         """
-        chats = [self._prompt_ids(p) for p in prompts if p.text is None]
+        asked = (p for p in prompts if p.text is None)
+        chats = list(good_rows(asked, self._prompt_ids, BadRows(1.0, log.debug)))
         texts = [list(self.spec.tokenizer(p.text).input_ids) for p in prompts if p.text is not None]
         return chats + [ids[: max(1, len(ids) // 2)] for ids in texts if ids]
 
