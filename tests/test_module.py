@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy, linear
 from dflash_lightning.data.blocks import Batch, RandomAnchors
 from dflash_lightning.data.datamodule import DFlashDataModule
 from dflash_lightning.data.draft_vocab import choose_draft_vocab, to_draft_rows
-from dflash_lightning.data.prompts import JsonlPrompts
+from dflash_lightning.data.sources import JsonlPrompts
 from dflash_lightning.decoding.loop import decode
 from dflash_lightning.drafter.attention import full_attention
 from dflash_lightning.drafter.model import Drafter
