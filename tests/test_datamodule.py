@@ -321,13 +321,13 @@ def test_validation_anchors_are_the_same_in_every_epoch(
 
 def test_held_out_prompts_end_where_the_answer_begins(target_folder: Path, tmp_path: Path) -> None:
     data = ready_data(target_folder, tmp_path, word_prompts(tmp_path), responses="given")
-    assert data.held_out_prompts["train"] == []
+    assert not data.held_out_prompts["train"]
     texts = [data.spec.tokenizer.decode(ids) for ids in data.held_out_prompts["test"]]
     assert texts == [
         f"<|im_start|>user\nQ{i}{'?' * (i % 4)}<|im_end|>\n<|im_start|>assistant\n"
         for i in (3, 8, 12)
     ]
-    assert list(data.predict_dataloader()) == data.held_out_prompts["test"]
+    assert list(data.predict_dataloader()) == list(data.held_out_prompts["test"])
 
 
 def test_worker_processes_read_the_store(target_folder: Path, tmp_path: Path) -> None:
