@@ -2,15 +2,16 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
+from dflash_lightning.data.answers import Answers, LocalAnswers
 from dflash_lightning.data.blocks import (
     Anchors,
     BlockCollator,
@@ -18,6 +19,7 @@ from dflash_lightning.data.blocks import (
     anchor_candidates,
     default_gamma,
 )
+from dflash_lightning.data.chats import target_samples, user_turns
 from dflash_lightning.data.features import FeatureStore, build_store
 from dflash_lightning.data.loading import (
     EpochSampler,
@@ -27,17 +29,17 @@ from dflash_lightning.data.loading import (
     SampleDataset,
     only_item,
 )
-from dflash_lightning.data.prepare import answer_prompts
+from dflash_lightning.data.prepare import AnswerBook
 from dflash_lightning.data.prompts import SPLITS, Prompt, PromptSource, Split
 from dflash_lightning.data.rows import BadRows, good_rows
 from dflash_lightning.data.samples import (
     Sample,
     chat_sample,
     prompt_ids,
-    response_sample,
     text_sample,
 )
 from dflash_lightning.data.sources import WordProblems
+from dflash_lightning.data.summary import Summary
 from dflash_lightning.errors import UserError
 from dflash_lightning.target import Target, load_target
 from dflash_lightning.target_spec import TargetConfig, TargetSpec, inspect_target
@@ -58,8 +60,11 @@ class DFlashDataModule(pl.LightningDataModule):
         target: The target; linked to `model.target`, say it there.
         block_size: Linked to `model.block_size`, say it there.
         loss_decay_gamma: Linked to `model.loss_decay_gamma`, say it there.
-        responses: `target`: the frozen target answers the prompts greedily, once (the paper's way).
-            `given`: supervise the answers that the prompts come with, or all of a plain text.
+        responses: `target`: the frozen target answers the prompts, once (the paper's way); of a
+            chat it answers each user turn in turn, and all its answers are supervised. `given`:
+            supervise the answers that the prompts come with, or all of a plain text.
+        answers: Who makes the target's answers: `LocalAnswers` here, or `ServerAnswers` behind an
+            OpenAI-compatible server.
         max_new_tokens: Longest answer of the target, in tokens.
         max_length: Longest sample, in tokens; the rest is cut off.
         anchors: The rule that picks anchors, and how many a sample.
@@ -79,6 +84,7 @@ class DFlashDataModule(pl.LightningDataModule):
         block_size: int = 16,
         loss_decay_gamma: float | Literal["auto", "uniform"] = "auto",
         responses: Literal["target", "given"] = "target",
+        answers: Answers = LocalAnswers(),  # noqa: B008
         max_new_tokens: int = 2048,
         max_length: int = 3072,
         anchors: Anchors = RandomAnchors(),  # noqa: B008
@@ -90,12 +96,13 @@ class DFlashDataModule(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         self.prompts, self.target = prompts, target
-        self.responses, self.features = responses, features
+        self.responses, self.answers, self.features = responses, answers, features
         self.block_size, self.anchors, self.batch_size = block_size, anchors, batch_size
         self.max_new_tokens, self.max_length = max_new_tokens, max_length
         self.cache_dir = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
         self.seed, self.num_workers = seed, num_workers
         self.gamma = resolve_gamma(loss_decay_gamma, block_size)
+        self.summaries: dict[Split, Summary] = {}
         self.samples: dict[Split, list[Sample]] = {}
         self.held_out_prompts: dict[Split, list[list[int]]] = {}
         self.stores: dict[Split, FeatureStore | None] = dict.fromkeys(SPLITS)
@@ -126,7 +133,7 @@ class DFlashDataModule(pl.LightningDataModule):
 
         for split in SPLITS:
             prompts = list(self.prompts.stream(split))
-            self.samples[split] = self._usable(split, self._samples(prompts, loaded))
+            self.samples[split] = self._usable(split, list(self._samples(split, loaded)))
             if self.features == "store":
                 self.stores[split] = build_store(
                     loaded,
@@ -139,14 +146,23 @@ class DFlashDataModule(pl.LightningDataModule):
                 )
             self.held_out_prompts[split] = [] if split == "train" else self._decodable(prompts)
 
-    def _samples(self, prompts: Sequence[Prompt], loaded: Any) -> list[Sample]:
+    def _samples(self, split: Split, loaded: Callable[[], Target]) -> Iterator[Sample]:
+        prompts, bad = self.prompts.stream(split), self._bad_rows()
+        summary = self.summaries[split] = Summary()
         if self.responses == "given":
-            return list(good_rows(prompts, self._given, self._bad_rows()))
-        asked = list(good_rows(prompts, self._prompt_ids, self._bad_rows()))
-        answers = answer_prompts(
-            loaded, self.spec.fingerprint, asked, self.max_new_tokens, self.cache_dir
+            for sample in good_rows(prompts, self._given, bad):
+                summary.sample(sample)
+                yield sample
+            summary.bad_rows += bad.bad
+            return
+        total = self.prompts.count(split)
+        book = AnswerBook(
+            self.answers, self.spec, loaded, self.max_new_tokens, self.cache_dir, total
         )
-        return [response_sample(p, a) for p, a in zip(asked, answers, strict=True)]
+        try:
+            yield from target_samples(prompts, book, self.spec, self.max_length, bad, summary)
+        finally:
+            book.close()
 
     def _bad_rows(self) -> BadRows:
         return BadRows(self.prompts.max_bad_share, log.warning)
@@ -160,15 +176,10 @@ class DFlashDataModule(pl.LightningDataModule):
             raise UserError(f"{prompt.source}: {error}") from error
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        if prompt.text is not None:
-            raise UserError(
-                f"{prompt.source}: plain text has no prompt to answer; set data.responses=given"
-            )
         messages = list(prompt.messages)
         while messages and messages[-1]["role"] == "assistant":
             messages.pop()
-        if not messages:
-            raise UserError(f"{prompt.source}: the chat has no user turn to answer")
+        user_turns(prompt)
         try:
             return prompt_ids(self.spec.tokenizer, messages)
         except UserError as error:

@@ -48,7 +48,7 @@ def text_sample(tokenizer: PreTrainedTokenizerBase, text: str) -> Sample:
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
     """Return a chat's ids up to where the assistant's answer begins (chat template applied)."""
-    text = _render(tokenizer, messages, add_generation_prompt=True)
+    text = render(tokenizer, messages, add_generation_prompt=True)
     return list(tokenizer(text, add_special_tokens=False).input_ids)
 
 
@@ -72,7 +72,7 @@ def chat_sample(
         UserError: No assistant turn, or a template under which none can be located.
     """
     ends = {tokenizer.eos_token_id} if stop_ids is None else stop_ids
-    text = _render(tokenizer, messages, add_generation_prompt=False)
+    text = render(tokenizer, messages, add_generation_prompt=False)
     spans = _assistant_spans(tokenizer, messages, text)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids = torch.tensor(encoded.input_ids, dtype=torch.int64)
@@ -97,8 +97,8 @@ def _assistant_spans(
     for turn, message in enumerate(messages):
         if message["role"] != "assistant" or turn == 0:  # nothing asked for an opening turn
             continue
-        before = _render(tokenizer, messages[:turn], add_generation_prompt=True)
-        after = _render(tokenizer, messages[: turn + 1], add_generation_prompt=False)
+        before = render(tokenizer, messages[:turn], add_generation_prompt=True)
+        after = render(tokenizer, messages[: turn + 1], add_generation_prompt=False)
         if not (after.startswith(before) and text.startswith(after)):
             raise UserError(
                 f"the assistant mask of turn {turn + 1} can't be located: this chat template "
@@ -109,9 +109,14 @@ def _assistant_spans(
     return spans
 
 
-def _render(
+def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool
 ) -> str:
+    """Return a chat as text, by the target's chat template, thinking off.
+
+    Raises:
+        UserError: There is no chat template, or it refuses this chat.
+    """
     if tokenizer.chat_template is None:
         raise UserError(
             "the target's tokenizer has no chat template: give plain text (TextPrompts) instead"
