@@ -334,7 +334,9 @@ def test_packed_documents_have_the_blocks_they_have_alone() -> None:
                 live = apart.block_keep_mask[i]
                 part = slice(found, found + int(live.sum()))
                 for key in ("noise_ids", "labels", "weights", "position_ids"):
-                    assert torch.equal(getattr(packed, key)[row][part], getattr(apart, key)[i][live])
+                    assert torch.equal(
+                        getattr(packed, key)[row][part], getattr(apart, key)[i][live]
+                    )
                 expected = apart.anchor_positions[i][live] + start
                 assert torch.equal(packed.anchor_positions[row][part], expected)
                 length = len(samples[i].ids)

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def test_every_sample_is_in_one_row_that_holds_it(count: int, seed: int) -> None
     lengths = np.array([rng.randrange(2, 101) for _ in range(count)], np.int64)
     rows = pack(lengths, 100, seed)
     found = [rows[i] for i in range(len(rows))]
-    assert sorted(sum(found, [])) == list(range(count))
+    assert sorted(chain.from_iterable(found)) == list(range(count))
     assert all(found)
     assert rows.lengths(lengths).tolist() == [int(lengths[row].sum()) for row in found]
     assert all(lengths[row].sum() <= 100 for row in found)
@@ -277,11 +277,10 @@ def test_padding_share_is_logged(target_folder: Path, tmp_path: Path) -> None:
             prompts(tmp_path),
             responses="given",
             packing=packing,
-            max_length=128,
-            batch_size=16,
+            max_length=256,
+            batch_size=40,
         )
         fit = trainer(max_steps=1)
         fit.fit(DFlashModule(target=data.target, block_size=4, num_layers=1), datamodule=data)
         shares[packing] = float(fit.callback_metrics["train/padding_share"])
-        assert 0 <= shares[packing] < 1
-    assert shares[True] < shares[False]
+    assert 0 <= shares[True] < 0.1 < shares[False] < 1

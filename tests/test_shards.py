@@ -1,10 +1,11 @@
-"""Shards of the feature store: whole or not at all, checked, one writer, and killed at any moment."""
+"""Shards of the feature store: whole or not at all, checked, by one writer that may be killed."""
 
 import multiprocessing as mp
 import os
 import pickle
 import signal
 import time
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def test_every_sample_is_in_one_shard(lengths: list[int]) -> None:
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     plan = shards.plan_shards(Path(), starts, 32, torch.float32)
     inside = [list(plan.samples(shard)) for shard in range(len(plan))]
-    assert sum(inside, []) == list(range(len(lengths)))
+    assert list(chain.from_iterable(inside)) == list(range(len(lengths)))
     assert all(inside)
     assert [plan.tokens(s) for s in range(len(plan))] == [
         sum(lengths[i] for i in rows) for rows in inside

@@ -201,7 +201,9 @@ class BlockCollator:
             loss_mask=_padded([row.loss_mask for row in joined]),
             **{key: torch.stack([b[key] for b in blocks]) for key in blocks[0]},
             document_starts=torch.stack([_extended(row, width) for row in starts]),
-            target_hidden=_padded([h for h in hidden if h is not None]) if hidden[0] is not None else None,
+            target_hidden=_padded([h for h in hidden if h is not None])
+            if hidden[0] is not None
+            else None,
         )
 
     def _anchors(self, row: Sequence[Document]) -> Tensor:

@@ -2,15 +2,15 @@
 
 import logging
 import os
-from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
+from dflash_lightning.data.answers import Answers, LocalAnswers
 from dflash_lightning.data.blocks import Anchors, BlockCollator, RandomAnchors, default_gamma
 from dflash_lightning.data.building import Recipe
 from dflash_lightning.data.features import FeatureStore, build_store
@@ -23,10 +23,10 @@ from dflash_lightning.data.loading import (
     only_item,
 )
 from dflash_lightning.data.packing import pack
-from dflash_lightning.data.prepare import answer_prompts
 from dflash_lightning.data.prompts import SPLITS, PromptSource, Split
 from dflash_lightning.data.sample_store import SampleStore, TokenLists
 from dflash_lightning.data.sources import WordProblems
+from dflash_lightning.data.summary import Summary
 from dflash_lightning.errors import UserError
 from dflash_lightning.target import Target, load_target
 from dflash_lightning.target_spec import TargetConfig, TargetSpec, inspect_target
@@ -47,8 +47,11 @@ class DFlashDataModule(pl.LightningDataModule):
         target: The target; linked to `model.target`, say it there.
         block_size: Linked to `model.block_size`, say it there.
         loss_decay_gamma: Linked to `model.loss_decay_gamma`, say it there.
-        responses: `target`: the frozen target answers the prompts greedily, once (the paper's way).
-            `given`: supervise the answers that the prompts come with, or all of a plain text.
+        responses: `target`: the frozen target answers the prompts, once (the paper's way); of a
+            chat it answers each user turn in turn, and all its answers are supervised. `given`:
+            supervise the answers that the prompts come with, or all of a plain text.
+        answers: Who makes the target's answers: `LocalAnswers` here, or `ServerAnswers` behind an
+            OpenAI-compatible server.
         max_new_tokens: Longest answer of the target, in tokens.
         max_length: Longest sample, in tokens; the rest is cut off.
         anchors: The rule that picks anchors, and how many a sample.
@@ -71,6 +74,7 @@ class DFlashDataModule(pl.LightningDataModule):
         block_size: int = 16,
         loss_decay_gamma: float | Literal["auto", "uniform"] = "auto",
         responses: Literal["target", "given"] = "target",
+        answers: Answers = LocalAnswers(),  # noqa: B008
         max_new_tokens: int = 2048,
         max_length: int = 3072,
         anchors: Anchors = RandomAnchors(),  # noqa: B008
@@ -84,12 +88,13 @@ class DFlashDataModule(pl.LightningDataModule):
         super().__init__()
         self.prompts, self.target = prompts, target
         self.responses: Literal["target", "given"] = responses
-        self.features, self.packing = features, packing
+        self.answers, self.features, self.packing = answers, features, packing
         self.block_size, self.anchors, self.batch_size = block_size, anchors, batch_size
         self.max_new_tokens, self.max_length = max_new_tokens, max_length
         self.cache_dir = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
         self.seed, self.num_workers = seed, num_workers
         self.gamma = resolve_gamma(loss_decay_gamma, block_size)
+        self.summaries: dict[Split, Summary] = {}
         self.samples: dict[Split, SampleStore] = {}
         self.held_out_prompts: dict[Split, TokenLists] = {}
         self.stores: dict[Split, FeatureStore | None] = dict.fromkeys(SPLITS)
@@ -120,23 +125,17 @@ class DFlashDataModule(pl.LightningDataModule):
                 target.append(load_target(self.spec, device))
             return target[0]
 
-        def answer(asked: Iterable[list[int]]) -> Iterator[list[int]]:
-            return iter(
-                answer_prompts(
-                    loaded, self.spec.fingerprint, list(asked), self.max_new_tokens, self.cache_dir
-                )
-            )
-
         recipe = Recipe(
             self.prompts,
             self.spec,
             self.responses,
+            self.answers,
+            self.max_new_tokens,
             self.max_length,
-            answer,
-            str(self.max_new_tokens),
+            self.cache_dir,
         )
         for split in SPLITS:
-            self.samples[split] = recipe.build(split, self.cache_dir)
+            self.samples[split], self.summaries[split] = recipe.build(split, loaded)
             self.held_out_prompts[split] = TokenLists(self.samples[split].folder, "prompts")
             if self.features == "store":
                 self.stores[split] = build_store(

@@ -35,6 +35,10 @@ class PromptSource(ABC):
                 first one by file and line.
         """
 
+    def count(self, split: Split) -> int | None:
+        """Return how many prompts `stream` yields, if that is known cheaply."""
+        return None
+
     def fingerprint(self) -> str | None:
         """Return the identity of all that `stream` yields without reading it, or None.
 

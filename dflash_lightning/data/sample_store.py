@@ -1,7 +1,7 @@
 """Samples on disk, read through a memory map: a data set may be larger than memory.
 
 A store is a folder of flat files: `ids.bin` (int32) and `loss_mask.bin` (bool) of all samples, one
-after the other, `starts.npy`, and `summary.json` with their digest.
+after the other, `starts.npy`, and `store.json` with their digest.
 """
 
 import hashlib
@@ -59,12 +59,12 @@ class SampleStore(Sequence[Sample]):
         self.folder = folder
         self.lists = TokenLists(folder, "ids")
         self.loss_mask = _mapped(folder / "loss_mask.bin", np.bool_, self.num_tokens)
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        self.digest: str = summary["digest"]
+        about = json.loads((folder / "store.json").read_text(encoding="utf-8"))
+        self.digest: str = about["digest"]
         """Changes with any token id or length; not with the loss mask."""
-        self.content: str = summary["content"]
+        self.content: str = about["content"]
         """Changes with anything in the folder."""
-        self.left_out: int = summary["left_out"]
+        self.left_out: int = about["left_out"]
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:
@@ -146,12 +146,12 @@ def write_samples(
             content.update(asked.add(np.asarray(prompt)))
         digest.update(np.asarray(ids.ends, np.int64).tobytes())
         content.update(np.asarray(asked.ends, np.int64).tobytes() + digest.digest())
-    summary = {
+    about = {
         "digest": digest.hexdigest(),
         "content": content.hexdigest(),
         "left_out": left_out,
     }
-    (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    (folder / "store.json").write_text(json.dumps(about), encoding="utf-8")
     return SampleStore(folder)
 
 

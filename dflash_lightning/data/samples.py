@@ -49,7 +49,7 @@ def response_sample(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> S
 def text_samples(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_length: int | None = None
 ) -> list[Sample]:
-    """Return plain texts as samples of at most `max_length` tokens, all but the first supervised."""
+    """Return texts as samples of at most `max_length` tokens, all but the first supervised."""
     rows = _tokenized(tokenizer, texts, max_length, add_special_tokens=True)
     return [
         Sample(torch.from_numpy(row.ids), torch.arange(len(row.ids)) >= 1).cut(max_length)
@@ -59,7 +59,7 @@ def text_samples(
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
     """Return a chat's ids up to where the assistant's answer begins (chat template applied)."""
-    text = _render(tokenizer, messages, add_generation_prompt=True)
+    text = render(tokenizer, messages, add_generation_prompt=True)
     return list(tokenizer(text, add_special_tokens=False).input_ids)
 
 
@@ -175,7 +175,7 @@ def _rendered(
     Raises:
         UserError: No assistant turn, or none that can be located.
     """
-    text = _render(tokenizer, messages, add_generation_prompt=False)
+    text = render(tokenizer, messages, add_generation_prompt=False)
     spans = _assistant_spans(tokenizer, messages, text)
     if not spans:
         raise _NOTHING_SUPERVISED
@@ -189,9 +189,9 @@ def _assistant_spans(
     for turn, message in enumerate(messages):
         if message["role"] != "assistant" or turn == 0:  # nothing asked for an opening turn
             continue
-        before = _render(tokenizer, messages[:turn], add_generation_prompt=True)
+        before = render(tokenizer, messages[:turn], add_generation_prompt=True)
         last = turn + 1 == len(messages)
-        after = text if last else _render(tokenizer, messages[: turn + 1], False)
+        after = text if last else render(tokenizer, messages[: turn + 1], False)
         if not (after.startswith(before) and text.startswith(after)):
             raise UserError(
                 f"the assistant mask of turn {turn + 1} can't be located: this chat template "
@@ -202,9 +202,14 @@ def _assistant_spans(
     return spans
 
 
-def _render(
+def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool
 ) -> str:
+    """Return a chat as text, by the target's chat template, thinking off.
+
+    Raises:
+        UserError: There is no chat template, or it refuses this chat.
+    """
     if tokenizer.chat_template is None:
         raise UserError(
             "the target's tokenizer has no chat template: give plain text (TextPrompts) instead"

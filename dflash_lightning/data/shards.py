@@ -1,4 +1,4 @@
-"""Shards of tapped states: which samples share one, and its files, one a layer, checksum at the end.
+"""Shards of tapped states: which samples share one, and its files, one a layer.
 
 A file holds the states `[tokens, H]` of its samples, one after the other, then their CRC-32.
 """
@@ -61,9 +61,7 @@ class ShardPlan:
         """Return the shard of a sample and its rows there."""
         shard = int(np.searchsorted(self.bounds, sample, side="right")) - 1
         first = self.starts[self.bounds[shard]]
-        return shard, slice(
-            int(self.starts[sample] - first), int(self.starts[sample + 1] - first)
-        )
+        return shard, slice(int(self.starts[sample] - first), int(self.starts[sample + 1] - first))
 
     def states(self, layer_id: int, shard: int) -> Tensor:
         """Return a layer's states `[tokens, H]` in a shard, mapped into memory."""

@@ -43,6 +43,10 @@ class WordProblems(PromptSource):
         for i, text in enumerate(found[split]):
             yield Prompt(f"WordProblems {split} {i}", ({"role": "user", "content": text},))
 
+    def count(self, split: Split) -> int:
+        """Return the number asked for."""
+        return {"train": self.num_train, "val": self.num_val, "test": self.num_test}[split]
+
     def fingerprint(self) -> str:
         """Return the arguments and a hash of the templates."""
         return _identity(self, hashlib.sha256("\n".join(load_templates()).encode()).hexdigest())
@@ -81,13 +85,17 @@ class ReasoningGymPrompts(PromptSource):
             if earlier == split:
                 return
 
+    def count(self, split: Split) -> int:
+        """Return the number asked for."""
+        return {"train": self.num_train, "val": self.num_val, "test": self.num_test}[split]
+
     def fingerprint(self) -> str:
         """Return the arguments and the version of reasoning-gym."""
         return _identity(self, str(getattr(_reasoning_gym(), "__version__", "")))
 
     def _draw(self, split: Split, taken: set[int]) -> Iterator[Prompt]:
         """Yield the split's questions that are not in `taken`, and add them to it."""
-        count = {"train": self.num_train, "val": self.num_val, "test": self.num_test}[split]
+        count = self.count(split)
         draws = min(self.SPAN, 20 * count + 1000)
         problems = [iter(self._problems(name, split, draws)) for name in self.tasks]
         if not problems or not 0 <= self.seed <= 340:
@@ -134,6 +142,10 @@ class _SplitFiles(PromptSource):
     def stream(self, split: Split) -> Iterator[Prompt]:
         """See `PromptSource.stream`."""
         return self._deal.stream(split)
+
+    def count(self, split: Split) -> int:
+        """Return the number of good rows dealt to the split."""
+        return self._deal.count(split)
 
     @cached_property
     def _deal(self) -> Deal:

@@ -55,6 +55,12 @@ class Deal:
             self._splits["train"][rows] = _CODES[split]
         self._drop_repeated(hashes)
 
+    def count(self, split: Split) -> int:
+        """Return how many prompts a split has."""
+        part = split if split in self.parts else "train"
+        found = int((self._splits[part] == _CODES[split]).sum())
+        return found if split != "train" or self.limit is None else min(found, self.limit)
+
     def stream(self, split: Split) -> Iterator[Prompt]:
         """Yield the prompts of a split, in the order of their rows.
 
@@ -63,9 +69,7 @@ class Deal:
         """
         part = split if split in self.parts else "train"
         wanted = self._splits[part] == _CODES[split]
-        left = int(wanted.sum())
-        if split == "train" and self.limit is not None:
-            left = min(left, self.limit)
+        left = self.count(split)
         good = (row for row in self.read(self.parts[part]) if isinstance(row, Prompt))
         if left == 0:
             return

@@ -2,8 +2,8 @@
 
 For a query in block `(a, k)`: context position `p` is visible iff `s <= p < a`, where `s` is where
 the anchor's document starts in its row (strictly before the anchor, by position: at inference its
-own feature does not exist yet), and a block's slot is visible iff it belongs to the same block. Dead
-blocks keep their own slots, so no row is ever empty.
+own feature does not exist yet), and a block's slot is visible iff it belongs to the same block.
+Dead blocks keep their own slots, so no row is ever empty.
 
 An attention is a function `(q, k_context, v_context, k_block, v_block) -> output` over
 `[B, heads, length, head_dim]`; the layers don't know which one they were given.
