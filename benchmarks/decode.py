@@ -20,8 +20,8 @@ from tqdm import tqdm
 from transformers import GenerationConfig, MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
 from dflash_lightning.data.datamodule import default_cache_dir
-from dflash_lightning.data.prompts import WordProblems
 from dflash_lightning.data.samples import prompt_ids
+from dflash_lightning.data.sources import WordProblems
 from dflash_lightning.decoding.cache import RowCache
 from dflash_lightning.decoding.evaluate import divergence
 from dflash_lightning.decoding.loop import GREEDY, decode
@@ -206,7 +206,7 @@ def bare_forwards(
 def word_problems(target: Target, count: int) -> list[Tensor]:
     source = WordProblems(num_train=1, num_val=1, num_test=count)
     assert target.tokenizer is not None
-    found = source.load()["test"]
+    found = list(source.stream("test"))
     return [torch.tensor(prompt_ids(target.tokenizer, p.messages)) for p in found]
 
 

@@ -1,5 +1,6 @@
 """The LightningModule: the frozen target and the trainable drafter meet here, and nowhere else."""
 
+import logging
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
@@ -22,8 +23,12 @@ from dflash_lightning.errors import UserError
 from dflash_lightning.losses import LossOutput, chunked_loss
 from dflash_lightning.metrics import AcceptanceBySlot, WeightedMean, acceptance_scalars
 from dflash_lightning.optimizer import adamw_with_cosine
-from dflash_lightning.target import OutputHead, Target, load_target
+from dflash_lightning.stopwatch import Stopwatch
+from dflash_lightning.target import Target, load_target
+from dflash_lightning.target_head import OutputHead
 from dflash_lightning.target_spec import TargetConfig
+
+log = logging.getLogger(__name__)
 
 
 class DFlashModule(pl.LightningModule):
@@ -73,10 +78,9 @@ class DFlashModule(pl.LightningModule):
         self.loss_chunk = loss_chunk
         self.drafter: Drafter
         self.target: Target | None = None
-        self.train_loss = WeightedMean()
-        self.val_loss = WeightedMean()
+        self.train_loss, self.val_loss = WeightedMean(), WeightedMean()
         self.acceptance = AcceptanceBySlot(block_size - 1)
-        self.supervised_tokens = 0
+        self.supervised_tokens, self.target_time = 0, Stopwatch()
         self._head: OutputHead | None = None
         self._draft_rows: Tensor | None = None
         self._train_position: dict[str, int] | None = None
@@ -135,16 +139,18 @@ class DFlashModule(pl.LightningModule):
     def block_hidden(self, batch: Batch) -> Tensor:
         """Return the drafter's hidden states `[B, N, K, H]` of a batch's blocks."""
         assert self.target is not None
+        starts = batch.document_starts
         hidden = batch.target_hidden
         if hidden is None:
-            output = self.target.forward(batch.input_ids, batch.attention_mask.long())
-            hidden = cast(Tensor, output.hidden)
-        context_length = batch.input_ids.shape[1]
-        positions = torch.arange(context_length, device=self.device).expand(
-            len(batch.input_ids), -1
-        )
+            with self.target_time:
+                hidden = self.target.document_states(batch.input_ids, batch.attention_mask, starts)
+        positions = torch.arange(starts.shape[1], device=starts.device) - starts
         attend = training_attention(
-            self.attention, batch.anchor_positions, self.block_size, context_length
+            self.attention,
+            batch.anchor_positions,
+            self.block_size,
+            starts.shape[1],
+            starts.gather(1, batch.anchor_positions),
         )
         context = self.drafter.context_key_values(hidden, positions)
         noise = self.target.embed(batch.noise_ids.flatten(1))
@@ -177,6 +183,7 @@ class DFlashModule(pl.LightningModule):
         output, denominator, _ = self.block_loss(batch)
         self.train_loss.update(output.numerator, denominator)
         self.supervised_tokens += int(batch.loss_mask.sum())
+        self.log("train/padding_share", 1 - batch.attention_mask.float().mean())
         return output.numerator
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -236,6 +243,11 @@ class DFlashModule(pl.LightningModule):
         if self._train_position is not None and loader is not None:
             loader.load_state_dict(self._train_position)
         self._train_position = None
+
+    def on_train_end(self) -> None:
+        """Say how long the target ran, where its states aren't stored."""
+        if self.target_time.uses:
+            log.info("data.features=online: the target's states took %s", self.target_time)
 
     def on_validation_epoch_end(self) -> None:
         """Log teacher-forced loss and acceptance under `val/`."""

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dflash_lightning.data.prompts import Prompt, jsonl_prompts
+from dflash_lightning.data.prompts import Prompt
+from dflash_lightning.data.rows import jsonl_prompts
 from dflash_lightning.data.samples import prompt_ids
 from dflash_lightning.errors import UserError
 from dflash_lightning.target_spec import TargetSpec

@@ -6,7 +6,7 @@ neither saves, casts, synchronises nor switches it to train mode.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.cache_utils import Cache
 
 from dflash_lightning.errors import UserError
+from dflash_lightning.target_head import output_head
 from dflash_lightning.target_rules import (
     check_layer_ids,
     check_mask_token_id,
@@ -33,34 +34,6 @@ class TargetOutput:
 
     logits: Tensor
     hidden: Tensor | None
-
-
-@dataclass(frozen=True)
-class OutputHead:
-    """The target's output head, borrowed by reference.
-
-    Weight `[V, H]`, bias `[V]`, scale and soft-cap of the logits.
-    """
-
-    weight: Tensor
-    bias: Tensor | None = None
-    scale: float = 1.0
-    softcap: float | None = None
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Return logits `[..., V]` in the weight's dtype for final-normed states `[..., H]`."""
-        rows = hidden.to(self.weight.dtype).reshape(-1, hidden.shape[-1])  # a slice: 30 x slower
-        logits = nn.functional.linear(rows, self.weight, self.bias).view(*hidden.shape[:-1], -1)
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits
-
-    def rows(self, ids: Tensor) -> "OutputHead":
-        """Return the head over the vocabulary rows `ids` `[Vd]` only."""
-        bias = None if self.bias is None else self.bias[ids].contiguous()
-        return replace(self, weight=self.weight[ids].contiguous(), bias=bias)
 
 
 class Target:
@@ -92,10 +65,11 @@ class Target:
         self.mask_token_id = check_mask_token_id(
             mask_token_id, self.num_embeddings, self.reserved_ids()
         )
-        self.head = _output_head(model, self.config)
+        self.head = output_head(model, self.config)
         self.stop_ids = stop_token_ids(
             getattr(model, "generation_config", None), model.config, tokenizer
         )
+        self._apart = False
         _check_borrowed_parts(self)
 
     @property
@@ -165,17 +139,47 @@ class Target:
 
     @torch.no_grad()
     def features(
-        self, input_ids: Tensor, attention_mask: Tensor, layer_ids: Sequence[int]
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        layer_ids: Sequence[int],
+        position_ids: Tensor | None = None,
     ) -> list[Tensor]:
         """Return the outputs `[B, S, H]` of the given decoder layers, without the head.
 
-        The `input_ids` `[B, S]` are right-padded.
+        The `input_ids` `[B, S]` are right-padded; or, without a mask, documents one after the
+        other, each of which starts where the `position_ids` `[B, S]` start again from 0.
         """
         with _captured([self._layers[i] for i in layer_ids]) as taps:
             self.model.base_model(
-                input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                use_cache=False,
             )
         return taps
+
+    def document_states(
+        self, input_ids: Tensor, attention_mask: Tensor, document_starts: Tensor
+    ) -> Tensor:
+        """Return the tapped states `[B, S, T*H]` of rows of documents, none of which sees another.
+
+        Args:
+            input_ids: Token ids `[B, S]`, right-padded.
+            attention_mask: True for real tokens `[B, S]`.
+            document_starts: Where in its row each token's document starts `[B, S]`; padding is a
+                document of its own.
+
+        Raises:
+            UserError: The target doesn't keep documents of one row apart.
+        """
+        packed = bool((document_starts.bool() & attention_mask).any())
+        if packed and not self._apart:
+            _check_apart(self)
+            self._apart = True
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device) - document_starts
+        mask, places = (None, positions) if packed else (attention_mask.long(), None)
+        return torch.cat(self.features(input_ids, mask, self.target_layer_ids, places), dim=-1)
 
 
 def load_target(spec: TargetSpec, device: torch.device | str = "cpu") -> Target:
@@ -219,23 +223,6 @@ def _decoder_layers(model: PreTrainedModel, num_layers: int) -> list[nn.Module]:
     return list(found[0])
 
 
-def _output_head(model: PreTrainedModel, config: Any) -> OutputHead:
-    head = model.get_output_embeddings()
-    if head is None:
-        raise UserError(
-            f"model.target.name: {type(model).__name__} has no output head; a causal LM is needed"
-        )
-    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
-        getattr(config, "logits_scaling", None) or 1.0
-    )
-    return OutputHead(
-        head.weight,
-        getattr(head, "bias", None),
-        scale,
-        getattr(config, "final_logit_softcapping", None),
-    )
-
-
 def _check_borrowed_parts(target: Target) -> None:
     """Compare the borrowed embedding and head with what the target itself computes, on four tokens.
 
@@ -265,4 +252,21 @@ def _check_borrowed_parts(target: Target) -> None:
         raise UserError(
             f"model.target.name: the logits of {name} are not its head over its last hidden state: "
             "not supported"
+        )
+
+
+def _check_apart(target: Target) -> None:
+    """Compare the states of two documents in one row with those of the second by itself.
+
+    Raises:
+        UserError: They differ: the target looks across documents.
+    """
+    ids = torch.arange(8, device=target.device)[None] % target.num_embeddings
+    positions, layers = torch.arange(8, device=target.device)[None] % 4, target.target_layer_ids
+    together = target.features(ids, None, layers, positions)[-1][:, 4:].float()
+    alone = target.features(ids[:, 4:], None, layers)[-1].float()
+    if (together - alone).abs().max() > 0.05 * alone.abs().max():
+        raise UserError(
+            f"data.packing: {type(target.model).__name__} does not keep the documents of one row "
+            "apart; set data.packing=false or data.features=store"
         )

@@ -64,7 +64,7 @@ def every_block(rows: list[Tensor], block_size: int, mask_token_id: int) -> Batc
     samples = [Sample(row, torch.ones(len(row), dtype=torch.bool)) for row in rows]
     anchors = EveryAnchor(max(map(len, rows)) - 1)
     collate = BlockCollator(anchors, block_size, mask_token_id, gamma=None, seed=0)
-    return collate([(i, 0, sample, None) for i, sample in enumerate(samples)])
+    return collate([[(i, 0, sample, None)] for i, sample in enumerate(samples)])
 
 
 def hook_count(model: nn.Module) -> int:

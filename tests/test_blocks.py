@@ -40,15 +40,16 @@ def collator(num_anchors: int = 4, block_size: int = 4, seed: int = 0) -> BlockC
 
 
 def batch_of(samples: list[Sample], collate: BlockCollator, epoch: int = 0) -> Batch:
-    return collate([(i, epoch, sample, None) for i, sample in enumerate(samples)])
+    return collate([[(i, epoch, sample, None)] for i, sample in enumerate(samples)])
 
 
-def slow_candidates(mask: list[bool], documents: list[int] | None = None) -> list[int]:
-    return [
-        p
-        for p in range(len(mask) - 1)
-        if mask[p] and mask[p + 1] and (documents is None or documents[p] == documents[p + 1])
-    ]
+def slow_candidates(mask: list[bool]) -> list[int]:
+    return [p for p in range(len(mask) - 1) if mask[p] and mask[p + 1]]
+
+
+def alone(sample: Sample) -> Tensor:
+    """Return the document starts of a row of one document."""
+    return torch.zeros_like(sample.ids)
 
 
 def slow_slot(sample: Sample, anchor: int, k: int, gamma: float | None) -> tuple[int, float]:
@@ -127,20 +128,13 @@ def test_candidates_by_hand(mask: str, expected: list[int]) -> None:
     assert anchor_candidates(sample_of(mask).loss_mask).tolist() == expected
 
 
-def test_candidates_against_loop_with_documents() -> None:
+def test_candidates_against_loop() -> None:
     rng = random.Random(0)
     for length in range(1, 30):
-        mask = [c == "1" for c in random_mask(rng, length)]
-        documents = sorted(rng.randrange(4) for _ in range(length))
-        found = anchor_candidates(torch.tensor(mask), torch.tensor(documents))
-        assert found.tolist() == slow_candidates(mask, documents)
-        assert anchor_candidates(torch.tensor(mask)).tolist() == slow_candidates(mask)
-
-
-def test_last_token_of_a_document_is_no_candidate() -> None:
-    mask = torch.ones(6, dtype=torch.bool)
-    assert anchor_candidates(mask, torch.tensor([0, 0, 0, 1, 1, 1])).tolist() == [0, 1, 3, 4]
-    assert mask.all(), "the caller's mask must not be changed"
+        mask = torch.tensor([c == "1" for c in random_mask(rng, length)])
+        before = mask.clone()
+        assert anchor_candidates(mask).tolist() == slow_candidates(mask.tolist())
+        assert torch.equal(mask, before), "the caller's mask must not be changed"
 
 
 # ---- anchors -----------------------------------------------------------------
@@ -189,7 +183,7 @@ def test_anchors_neither_use_nor_move_global_randomness() -> None:
 def test_anchors_do_not_depend_on_the_rest_of_the_batch() -> None:
     samples = [sample_of("1" * n) for n in (40, 50, 60)]
     together = batch_of(samples, collator())
-    alone = collator()([(2, 0, samples[2], None)])
+    alone = collator()([[(2, 0, samples[2], None)]])
     assert torch.equal(together.anchor_positions[2], alone.anchor_positions[0])
 
 
@@ -215,7 +209,8 @@ def test_batches_change_with_epoch_and_seed(change: str) -> None:
 
 def test_block_by_hand() -> None:
     sample = sample_of("00111011")  # ids 10..17
-    blocks = make_blocks(sample, torch.tensor([3, 6]), 3, MASK, position_weights(4, None))
+    weights = position_weights(4, None)
+    blocks = make_blocks(sample, alone(sample), torch.tensor([3, 6]), 3, MASK, weights)
     assert blocks["noise_ids"][:, 0].tolist() == [13, 16, 10]
     assert (blocks["noise_ids"][:, 1:] == MASK).all()
     assert blocks["labels"].tolist() == [[0, 14, 0, 16], [0, 17, 0, 0], [0, 0, 0, 0]]
@@ -234,7 +229,8 @@ def test_blocks_against_loop(gamma: float | None) -> None:
         anchors = sorted(rng.sample(candidates, min(len(candidates), rng.randrange(5))))
         size = rng.randrange(2, 9)
         weights = position_weights(size, gamma)
-        blocks = make_blocks(sample, torch.tensor(anchors, dtype=torch.int64), 5, MASK, weights)
+        chosen = torch.tensor(anchors, dtype=torch.int64)
+        blocks = make_blocks(sample, alone(sample), chosen, 5, MASK, weights)
         check_against_loop(sample, anchors, blocks, size, gamma)
 
 
@@ -302,7 +298,7 @@ def test_labels_never_come_from_padding_or_another_row() -> None:
 
 def test_stored_states_are_padded_with_zeros() -> None:
     states = [torch.randn(3, 6), torch.randn(5, 6)]
-    items = [(i, 0, sample_of("1" * len(s)), s) for i, s in enumerate(states)]
+    items = [[(i, 0, sample_of("1" * len(s)), s)] for i, s in enumerate(states)]
     hidden = collator()(items).target_hidden
     assert hidden is not None
     assert hidden.shape == (2, 5, 6)
@@ -312,6 +308,63 @@ def test_stored_states_are_padded_with_zeros() -> None:
 
 
 def test_too_many_anchors_are_refused() -> None:
-    sample, weights = sample_of("1111"), position_weights(4, None)
-    with pytest.raises(UserError, match="3 anchors do not fit into 2 blocks"):
-        make_blocks(sample, torch.tensor([0, 1, 2]), 2, MASK, weights)
+    class Greedy(RandomAnchors):
+        def choose(self, candidates: Tensor, generator: torch.Generator) -> Tensor:
+            return candidates
+
+    with pytest.raises(UserError, match=r"data\.anchors: 3 anchors of one sample.* is 2"):
+        batch_of([sample_of("1111")], BlockCollator(Greedy(2), 4, MASK, gamma=None, seed=0))
+
+
+# ---- packed rows -------------------------------------------------------------
+
+
+def test_packed_documents_have_the_blocks_they_have_alone() -> None:
+    """Same anchors, labels, weights and positions; only their place in the row differs."""
+    rng = random.Random(3)
+    for trial in range(20):
+        samples = [sample_of(random_mask(rng, rng.randrange(2, 25)), 10 * i) for i in range(5)]
+        collate = collator(num_anchors=3, block_size=5, seed=trial)
+        apart = batch_of(samples, collate)
+        documents = [(i, 0, sample, None) for i, sample in enumerate(samples)]
+        packed = collate([documents[:3], documents[3:]])
+        for row, inside in enumerate([range(3), range(3, 5)]):
+            keep, start, found = packed.block_keep_mask[row], 0, 0
+            for i in inside:
+                live = apart.block_keep_mask[i]
+                part = slice(found, found + int(live.sum()))
+                for key in ("noise_ids", "labels", "weights", "position_ids"):
+                    assert torch.equal(
+                        getattr(packed, key)[row][part], getattr(apart, key)[i][live]
+                    )
+                expected = apart.anchor_positions[i][live] + start
+                assert torch.equal(packed.anchor_positions[row][part], expected)
+                length = len(samples[i].ids)
+                assert torch.equal(packed.input_ids[row, start : start + length], samples[i].ids)
+                assert (packed.document_starts[row, start : start + length] == start).all()
+                start, found = start + length, part.stop
+            assert keep.tolist() == [True] * found + [False] * (len(keep) - found)
+            assert (packed.document_starts[row, start:] == start).all(), "padding"
+            assert not packed.attention_mask[row, start:].any()
+        assert packed.noise_ids.shape[1] % 3 == 0
+
+
+def test_labels_end_with_the_document() -> None:
+    first, second = sample_of("0111"), sample_of("1111", first_id=50)
+    collate = collator(num_anchors=3, block_size=4)
+    batch = collate([[(0, 0, first, None), (1, 0, second, None)]])
+    assert batch.anchor_positions[0, :5].tolist() == [1, 2, 4, 5, 6]
+    assert batch.labels[0, 1].tolist() == [0, 13, 0, 0]
+    assert batch.position_ids[0, 2].tolist() == [0, 1, 2, 3]
+    assert batch.labels[0, 4].tolist() == [0, 53, 0, 0]
+
+
+def test_states_of_packed_documents_lie_one_after_the_other() -> None:
+    states = [torch.randn(n, 6) for n in (3, 5, 2)]
+    items = [(i, 0, sample_of("1" * len(s)), s) for i, s in enumerate(states)]
+    hidden = collator()([items[:2], items[2:]]).target_hidden
+    assert hidden is not None
+    assert hidden.shape == (2, 8, 6)
+    assert torch.equal(hidden[0], torch.cat(states[:2]))
+    assert torch.equal(hidden[1, :2], states[2])
+    assert not hidden[1, 2:].any()

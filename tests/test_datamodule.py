@@ -12,7 +12,8 @@ from tiny import CHATML, save_tiny_target, tiny_tokenizer
 from dflash_lightning.data import datamodule
 from dflash_lightning.data.blocks import Batch, RandomAnchors, anchor_candidates
 from dflash_lightning.data.datamodule import DFlashDataModule, default_cache_dir, resolve_gamma
-from dflash_lightning.data.prompts import SPLITS, JsonlPrompts, PromptSource, TextPrompts
+from dflash_lightning.data.prompts import SPLITS, PromptSource
+from dflash_lightning.data.sources import JsonlPrompts, TextPrompts
 from dflash_lightning.errors import UserError
 from dflash_lightning.target import Target, load_target
 from dflash_lightning.target_spec import TargetConfig
@@ -121,7 +122,7 @@ def test_stored_states_equal_online_states(
 def test_given_answers_are_supervised_as_they_are(target_folder: Path, tmp_path: Path) -> None:
     data = ready_data(target_folder, tmp_path, word_prompts(tmp_path), responses="given")
     texts = [data.spec.tokenizer.decode(s.ids[s.loss_mask]) for s in data.samples["train"]]
-    assert texts == ["It is " + "so " * i + "<|im_end|>" for i in range(8)]
+    assert texts == ["It is " + "so " * i + "<|im_end|>" for i in (0, 2, 4, 6, 7, 9, 11, 13)]
 
 
 def test_answers_of_the_target_are_its_greedy_output(target_folder: Path, tmp_path: Path) -> None:
@@ -175,7 +176,7 @@ def test_text_has_no_prompt_to_answer(target_folder: Path, tmp_path: Path) -> No
     file.write_text("\nonce\n\nupon\n\na time\n", encoding="utf-8")
     data = make_data(target_folder, tmp_path, TextPrompts(str(file), held_out=1))
     message = user_error(data)
-    assert message.startswith(f"{file}:2: plain text has no prompt")
+    assert message.startswith(f"{file}:4: plain text has no prompt")
     assert "data.responses=given" in message
 
 
@@ -187,8 +188,8 @@ def test_given_text_is_supervised_and_halved_for_decoding(
     prompts = TextPrompts(str(file), held_out=1)
     data = ready_data(target_folder, tmp_path, prompts, responses="given")
     decode = data.spec.tokenizer.decode
-    assert [decode(s.ids) for s in data.samples["train"]] == ["once upon\n"]
-    assert data.samples["train"][0].loss_mask.tolist() == [False] + [True] * 9
+    assert [decode(s.ids) for s in data.samples["train"]] == ["a time\n"]
+    assert data.samples["train"][0].loss_mask.tolist() == [False] + [True] * 6
     assert [decode(ids) for ids in data.held_out_prompts["test"]] == ["there"]
 
 
@@ -218,7 +219,9 @@ def test_chats_that_the_template_refuses_are_named(tmp_path: Path, responses: st
     file.write_text('{"prompt": "a", "response": "b"}\n' + json.dumps({"messages": turns}) + "\n")
     prompts = JsonlPrompts(str(file), held_out=0)
     message = user_error(make_data(folder, tmp_path, prompts, responses=responses))
-    assert message == f"{file}:2: the target's chat template refuses this chat: no system"
+    assert message.startswith(
+        f"{file}:2: the target's chat template refuses this chat: no system ("
+    )
 
 
 def test_samples_without_possible_anchor_are_dropped(target_folder: Path, tmp_path: Path) -> None:
@@ -318,13 +321,13 @@ def test_validation_anchors_are_the_same_in_every_epoch(
 
 def test_held_out_prompts_end_where_the_answer_begins(target_folder: Path, tmp_path: Path) -> None:
     data = ready_data(target_folder, tmp_path, word_prompts(tmp_path), responses="given")
-    assert data.held_out_prompts["train"] == []
+    assert not data.held_out_prompts["train"]
     texts = [data.spec.tokenizer.decode(ids) for ids in data.held_out_prompts["test"]]
     assert texts == [
         f"<|im_start|>user\nQ{i}{'?' * (i % 4)}<|im_end|>\n<|im_start|>assistant\n"
-        for i in (11, 12, 13)
+        for i in (3, 8, 12)
     ]
-    assert list(data.predict_dataloader()) == data.held_out_prompts["test"]
+    assert list(data.predict_dataloader()) == list(data.held_out_prompts["test"])
 
 
 def test_worker_processes_read_the_store(target_folder: Path, tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
+from dflash_lightning.data import sample_store
 from dflash_lightning.data.draft_vocab import most_frequent, to_draft_rows, token_counts
+from dflash_lightning.data.sample_store import write_samples
 from dflash_lightning.data.samples import Sample, response_sample
 from dflash_lightning.errors import UserError
 
@@ -22,12 +25,12 @@ def random_samples(seed: int, vocab_size: int) -> list[Sample]:
     ]
 
 
-def test_only_supervised_tokens_are_counted() -> None:
+def test_only_supervised_tokens_are_counted(tmp_path: Path) -> None:
     samples = [response_sample([1, 1, 1], [2, 3, 3]), response_sample([3, 0], [2])]
-    assert token_counts(samples, 6).tolist() == [0, 0, 2, 2, 0, 0]
+    assert token_counts(write_samples(tmp_path / "s", samples), 6).tolist() == [0, 0, 2, 2, 0, 0]
 
 
-def test_counts_against_loop() -> None:
+def test_counts_against_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = random_samples(0, 15)
     expected = Counter(
         int(token)
@@ -35,13 +38,14 @@ def test_counts_against_loop() -> None:
         for token, used in zip(sample.ids, sample.loss_mask, strict=True)
         if used
     )
-    counts = token_counts(samples, 20)
+    monkeypatch.setattr(sample_store, "TOKENS_PER_CHUNK", 7)
+    counts = token_counts(write_samples(tmp_path / "s", samples), 20)
     assert counts.dtype == torch.int64
     assert counts.tolist() == [expected[token] for token in range(20)]
 
 
-def test_no_samples_count_nothing() -> None:
-    assert token_counts([], 4).tolist() == [0, 0, 0, 0]
+def test_no_samples_count_nothing(tmp_path: Path) -> None:
+    assert token_counts(write_samples(tmp_path / "s", []), 4).tolist() == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ import torch
 from tiny import MASK, tiny_model, tiny_target
 from torch import Tensor
 
-from dflash_lightning.data import features
+from dflash_lightning.data import features, shards
 from dflash_lightning.data.features import FeatureStore, build_store
+from dflash_lightning.data.sample_store import write_samples
 from dflash_lightning.data.samples import Sample, response_sample
 from dflash_lightning.errors import UserError
 from dflash_lightning.target import Target
@@ -34,7 +35,8 @@ def build(cache: Path, target: Target, samples: list[Sample], **changes: Any) ->
         "hidden_size": HIDDEN,
         "dtype": target.dtype,
     }
-    return build_store(samples=samples, cache_dir=cache, **(options | changes))
+    stored = write_samples(cache / "samples", samples)
+    return build_store(samples=stored, cache_dir=cache, **(options | changes))
 
 
 def expected_states(target: Target, sample: Sample) -> Tensor:
@@ -54,7 +56,7 @@ def never() -> Target:
 
 
 def layer_files(cache: Path) -> list[Path]:
-    return sorted(cache.rglob("*.bin"))
+    return sorted(cache.rglob("shard_*.bin"))
 
 
 def set_free(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
@@ -105,7 +107,7 @@ def test_store_is_used_again(tmp_path: Path) -> None:
 def test_one_more_layer_adds_just_that_layer(tmp_path: Path) -> None:
     target, samples = tiny_target(), samples_of()
     build(tmp_path, target, samples)
-    before = {f.name: (f.stat().st_mtime_ns, f.stat().st_ino) for f in layer_files(tmp_path)}
+    before = {f: (f.stat().st_mtime_ns, f.stat().st_ino) for f in layer_files(tmp_path)}
     wider = tiny_target(taps=(1, 3, 4, 5))
     asked: list[list[int]] = []
     compute = wider.features
@@ -116,8 +118,8 @@ def test_one_more_layer_adds_just_that_layer(tmp_path: Path) -> None:
 
     wider.features = spy  # type: ignore[method-assign]
     store = build(tmp_path, wider, samples)
-    after = {f.name: (f.stat().st_mtime_ns, f.stat().st_ino) for f in layer_files(tmp_path)}
-    assert set(after) - set(before) == {"layer_04.bin"}
+    after = {f: (f.stat().st_mtime_ns, f.stat().st_ino) for f in layer_files(tmp_path)}
+    assert {f.parent.name for f in set(after) - set(before)} == {"layer_04"}
     assert {name: after[name] for name in before} == before
     assert asked == [[4]]
     for i, sample in enumerate(samples):
@@ -146,7 +148,8 @@ def test_estimate_is_the_real_size(
     samples = samples_of()
     store = build(tmp_path / "a", target, samples)
     assert store[0].dtype == dtype
-    real = sum(file.stat().st_size for file in layer_files(tmp_path / "a"))
+    files = layer_files(tmp_path / "a")
+    real = sum(file.stat().st_size - shards.CHECKSUM_BYTES for file in files)
     assert real == sum(LENGTHS) * 3 * HIDDEN * dtype.itemsize
     set_free(monkeypatch, (real - 1) / 0.95)
     with pytest.raises(UserError, match=r"data\.features: the store needs"):
@@ -230,12 +233,12 @@ def test_reading_a_store_never_writes_to_it(tmp_path: Path) -> None:
     target, samples = tiny_target(), samples_of()
     store = build(tmp_path, target, samples)
     content = [f.read_bytes() for f in layer_files(tmp_path)]
-    for layer in store.layers:
-        layer.zero_()
+    for layer in target.target_layer_ids:
+        store.plan.states(layer, 0).zero_()
     assert [f.read_bytes() for f in layer_files(tmp_path)] == content
 
 
 def test_no_samples_make_an_empty_store(tmp_path: Path) -> None:
     store = build(tmp_path, tiny_target(), [], load_target=never)
-    assert store.starts == [0]
+    assert len(store.plan) == 0
     assert not layer_files(tmp_path)

@@ -20,7 +20,7 @@ from dflash_lightning.data.loading import (
     EpochSampler,
     PromptDataset,
     ResumableLoader,
-    SampleDataset,
+    RowDataset,
     only_item,
 )
 from dflash_lightning.data.samples import Sample
@@ -45,7 +45,7 @@ def make_samples(lengths: list[int]) -> list[Sample]:
 def make_loader(shuffle: bool = True, workers: int = 0, seed: int = 0) -> ResumableLoader:
     samples = make_samples(random_lengths())
     return ResumableLoader(
-        SampleDataset(samples, None),
+        RowDataset(samples, None),
         batch_size=BATCH,
         sampler=EpochSampler([len(s.ids) for s in samples], BATCH, seed, shuffle),
         collate_fn=BlockCollator(RandomAnchors(3), 4, MASK, gamma=2.0, seed=seed),

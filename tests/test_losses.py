@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dflash_lightning.losses import chunked_loss, token_cross_entropy
-from dflash_lightning.target import OutputHead
+from dflash_lightning.target_head import OutputHead
 
 SLOTS, HIDDEN, ROWS = 23, 12, 31
 CHUNKS = [1, 2, 7, 23, 1000]

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy, linear
 from dflash_lightning.data.blocks import Batch, RandomAnchors
 from dflash_lightning.data.datamodule import DFlashDataModule
 from dflash_lightning.data.draft_vocab import choose_draft_vocab, to_draft_rows
-from dflash_lightning.data.prompts import JsonlPrompts
+from dflash_lightning.data.sources import JsonlPrompts
 from dflash_lightning.decoding.loop import decode
 from dflash_lightning.drafter.attention import full_attention
 from dflash_lightning.drafter.model import Drafter
@@ -370,7 +370,8 @@ def test_a_short_last_window_is_normalised_by_what_it_holds(lab: Lab) -> None:
     module, data = lab.ready(lab.data(batch_size=6))
     module.drafter.load_state_dict(short.initial)
     samples = {tuple(s.ids.tolist()): i for i, s in enumerate(data.samples["train"])}
-    last = [(i, 0, data.samples["train"][i], None) for i in (samples[tuple(o)] for o in order[4:])]
+    rows = [samples[tuple(o)] for o in order[4:]]
+    last = [[(i, 0, data.samples["train"][i], None)] for i in rows]
     batch = data.train_dataloader().collate_fn(last)  # type: ignore[misc]
     numerator, denominator, _ = slow_loss(module, data, batch)
     (numerator / denominator).backward()

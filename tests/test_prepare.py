@@ -8,8 +8,10 @@ import pytest
 import torch
 from tiny import ARCHITECTURES, MASK, tiny_model, tiny_target
 
-from dflash_lightning.data.prepare import answer_prompts, cache_key
+from dflash_lightning.data.answers import Answers, LocalAnswers
+from dflash_lightning.data.prepare import AnswerBook, cache_key, windows
 from dflash_lightning.target import Target
+from dflash_lightning.target_spec import TargetSpec
 
 MAX_NEW = 10
 
@@ -55,12 +57,34 @@ class Loading:
         return self.generate(self.target.model, *args, **kwargs)
 
 
+def spec_of(fingerprint: str = "t", **changes: Any) -> TargetSpec:
+    target = tiny_target()
+    return TargetSpec(
+        folder=Path(),
+        dtype="float32",
+        fingerprint=fingerprint,
+        tokenizer=changes.get("tokenizer"),  # type: ignore[arg-type]
+        config=target.config,
+        target_layer_ids=target.target_layer_ids,
+        mask_token_id=MASK,
+        stop_ids=target.stop_ids,
+    )
+
+
 def answers(
-    loading: Loading | Callable[[], Target], cache: Path, prompts: list[list[int]], **changes: Any
+    loading: Loading | Callable[[], Target],
+    cache: Path,
+    prompts: list[list[int]],
+    fingerprint: str = "t",
+    max_new_tokens: int = MAX_NEW,
+    backend: Answers | None = None,
+    **options: Any,
 ) -> list[list[int]]:
-    options: dict[str, Any] = {"fingerprint": "t", "max_new_tokens": MAX_NEW, "batch_size": 3}
-    options |= changes
-    return answer_prompts(loading, prompts=prompts, cache_dir=cache, **options)
+    backend = backend or LocalAnswers(**{"batch_size": 3, **options})
+    book = AnswerBook(backend, spec_of(fingerprint), loading, max_new_tokens, cache)
+    found = [a.ids for window in windows(prompts, book.window) for a in book.ask(window)]
+    book.close()
+    return found
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -135,7 +159,7 @@ def test_killed_run_goes_on_where_it_stopped(
 def test_lost_shard_alone_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loading, prompts = Loading(monkeypatch, tiny_target()), ragged_prompts()
     expected = answers(loading, tmp_path, prompts)
-    shards = sorted(tmp_path.rglob("*.json"))
+    shards = list(tmp_path.rglob("*.jsonl"))
     assert len(shards) == 3
     kept = {shard: shard.stat().st_mtime_ns for shard in (shards[0], shards[2])}
     shards[1].unlink()
@@ -147,11 +171,10 @@ def test_lost_shard_alone_is_made_again(tmp_path: Path, monkeypatch: pytest.Monk
 def test_leftover_partial_is_harmless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loading, prompts = Loading(monkeypatch, tiny_target()), ragged_prompts()
     expected = answers(loading, tmp_path, prompts)
-    shard = sorted(tmp_path.rglob("*.json"))[1]
-    shard.with_suffix(".partial").write_text(shard.read_text()[:7])
+    shard = sorted(tmp_path.rglob("*.jsonl"))[1]
+    shard.with_name(f"{shard.name}.1.partial").write_text(shard.read_text()[:7])
     shard.unlink()
     assert answers(loading, tmp_path, prompts) == expected
-    assert not list(tmp_path.rglob("*.partial"))
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from transformers import PreTrainedTokenizerFast
 from dflash_lightning.data.samples import (
     Message,
     Sample,
-    chat_sample,
+    chat_samples,
     prompt_ids,
     response_sample,
-    text_sample,
+    text_samples,
 )
 from dflash_lightning.errors import UserError
 
@@ -48,6 +48,15 @@ def tokenizer_with(template: str | None) -> PreTrainedTokenizerFast:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
     return tokenizer
+
+
+def chat_sample(
+    tokenizer: PreTrainedTokenizerFast, messages: list[Message], stop_ids: set[int] | None = None
+) -> Sample:
+    found = chat_samples(tokenizer, [messages], stop_ids)[0]
+    if isinstance(found, UserError):
+        raise found
+    return found
 
 
 def supervised(tokenizer: PreTrainedTokenizerFast, sample: Sample) -> list[str]:
@@ -173,13 +182,13 @@ def test_template_that_refuses_a_chat_gives_one_line() -> None:
 
 def test_text_is_supervised_but_for_its_first_token() -> None:
     tokenizer = tiny_tokenizer()
-    sample = text_sample(tokenizer, "Once upon")
+    sample = text_samples(tokenizer, ["Once upon"])[0]
     assert tokenizer.decode(sample.ids) == "Once upon"
     assert sample.loss_mask.tolist() == [False] + [True] * 8
 
 
 def test_empty_text_is_an_empty_sample() -> None:
-    sample = text_sample(tiny_tokenizer(), "")
+    sample = text_samples(tiny_tokenizer(), [""])[0]
     assert sample.ids.shape == sample.loss_mask.shape == (0,)
     assert sample.ids.dtype == torch.int64
 

@@ -7,12 +7,14 @@ position `a + k`; slot 0 predicts nothing, so K=16 drafts 15 tokens (arXiv 2602.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from dflash_lightning.data.samples import Sample
@@ -20,7 +22,10 @@ from dflash_lightning.errors import UserError
 
 
 class Batch(NamedTuple):
-    """What the drafter is trained on; B samples of at most S tokens, N blocks of K slots each."""
+    """What the drafter is trained on; B rows of at most S tokens, N blocks of K slots each.
+
+    A row is one sample, or several that are packed one after the other: its documents.
+    """
 
     input_ids: Tensor
     """Token ids `[B, S]`, right-padded with 0."""
@@ -29,7 +34,7 @@ class Batch(NamedTuple):
     loss_mask: Tensor
     """True for supervised tokens `[B, S]`."""
     anchor_positions: Tensor
-    """Position of each block's anchor `[B, N]`, ascending; 0 for dead blocks."""
+    """Place of each block's anchor in its row `[B, N]`, ascending; 0 for dead blocks."""
     block_keep_mask: Tensor
     """True for real blocks, false for dead ones that only fill the shape `[B, N]`."""
     noise_ids: Tensor
@@ -40,7 +45,10 @@ class Batch(NamedTuple):
     """Loss weight of each slot `[B, N, K]`, float32; 0 for slot 0, dead blocks and unsupervised
     labels."""
     position_ids: Tensor
-    """Absolute position of each slot `[B, N, K]`."""
+    """Position of each slot within its document `[B, N, K]`."""
+    document_starts: Tensor
+    """Where in its row the document of each token starts `[B, S]`: 0 in a row of one document.
+    Padding is a document of its own."""
     target_hidden: Tensor | None = None
     """Tapped target states `[B, S, T*H]` where they come from the store."""
 
@@ -71,16 +79,13 @@ class RandomAnchors(Anchors):
         return candidates[picked].sort().values
 
 
-def anchor_candidates(loss_mask: Tensor, document_ids: Tensor | None = None) -> Tensor:
-    """Return positions `[C]` whose own token and next token are supervised (in the same document).
+def anchor_candidates(loss_mask: Tensor) -> Tensor:
+    """Return positions `[C]` whose own token and next token are supervised.
 
     >>> anchor_candidates(torch.tensor([False, True, True, True, False, True]))
     tensor([1, 2])
     """
-    follows = loss_mask[:-1] & loss_mask[1:]
-    if document_ids is not None:
-        follows &= document_ids[:-1] == document_ids[1:]
-    return follows.nonzero().flatten()
+    return (loss_mask[:-1] & loss_mask[1:]).nonzero().flatten()
 
 
 def anchor_generator(seed: int, epoch: int, sample: int) -> torch.Generator:
@@ -118,13 +123,19 @@ def position_weights(block_size: int, gamma: float | None) -> Tensor:
 
 
 def make_blocks(
-    sample: Sample, anchors: Tensor, num_blocks: int, mask_token_id: int, weights: Tensor
+    row: Sample,
+    document_starts: Tensor,
+    anchors: Tensor,
+    num_blocks: int,
+    mask_token_id: int,
+    weights: Tensor,
 ) -> dict[str, Tensor]:
-    """Return the blocks of one sample, padded with dead ones to `num_blocks`.
+    """Return the blocks of one row, padded with dead ones to `num_blocks`.
 
     Args:
-        sample: The sequence, S tokens.
-        anchors: Chosen anchor positions `[n]`, `n <= num_blocks`.
+        row: The documents one after the other, S tokens.
+        document_starts: Where the document of each token starts `[S]`.
+        anchors: Places of the chosen anchors in the row `[n]`, `n <= num_blocks`.
         num_blocks: N.
         mask_token_id: Fills slots 1..K-1.
         weights: Position weights `[K]`.
@@ -133,34 +144,33 @@ def make_blocks(
         `anchor_positions`, `block_keep_mask` `[N]`; `noise_ids`, `labels`, `weights`,
         `position_ids` `[N, K]`.
     """
-    if len(anchors) > num_blocks:
-        raise UserError(f"data.anchors: {len(anchors)} anchors do not fit into {num_blocks} blocks")
     keep = torch.arange(num_blocks) < len(anchors)
     starts = torch.zeros(num_blocks, dtype=torch.int64)
     starts[: len(anchors)] = anchors
-    positions = starts[:, None] + torch.arange(len(weights))
-    inside = (positions < len(sample.ids)) & keep[:, None]
-    clamped = positions.clamp(max=len(sample.ids) - 1)
-    supervised = inside & sample.loss_mask[clamped]
-    noise_ids = torch.full_like(positions, mask_token_id)
-    noise_ids[:, 0] = sample.ids[starts]
-    slot_weights = weights * supervised
+    places = starts[:, None] + torch.arange(len(weights))
+    clamped = places.clamp(max=len(row.ids) - 1)
+    first = document_starts[starts][:, None]
+    inside = (places == clamped) & (document_starts[clamped] == first) & keep[:, None]
+    noise_ids = torch.full_like(places, mask_token_id)
+    noise_ids[:, 0] = row.ids[starts]
+    slot_weights = weights * (inside & row.loss_mask[clamped])
     return {
         "anchor_positions": starts,
         "block_keep_mask": keep,
         "noise_ids": noise_ids,
-        "labels": torch.where(slot_weights > 0, sample.ids[clamped], 0),
+        "labels": torch.where(slot_weights > 0, row.ids[clamped], 0),
         "weights": slot_weights,
-        "position_ids": positions,
+        "position_ids": places - first,
     }
+
+
+Document = tuple[int, int, Sample, Tensor | None]
+"""Sample index, epoch, sample, and its tapped states `[S, T*H]` where they are stored."""
 
 
 @dataclass(frozen=True)
 class BlockCollator:
-    """Samples -> `Batch`.
-
-    Each item is (sample index, epoch, sample, tapped states `[S, T*H]` or None).
-    """
+    """Rows of documents -> `Batch`; a row that is not packed has one document."""
 
     anchors: Anchors
     block_size: int
@@ -168,24 +178,79 @@ class BlockCollator:
     gamma: float | None
     seed: int
 
-    def __call__(self, items: list[tuple[int, int, Sample, Tensor | None]]) -> Batch:
-        """Return one batch; anchors depend on (seed, epoch, sample index) only."""
+    def __call__(self, rows: Sequence[Sequence[Document]]) -> Batch:
+        """Return one batch.
+
+        Anchors depend on (seed, epoch, sample index) only, and each document has as many as it
+        would have by itself.
+        """
+        joined = [_joined([sample for _, _, sample, _ in row]) for row in rows]
+        starts = [_document_starts([len(sample.ids) for _, _, sample, _ in row]) for row in rows]
+        anchors = [self._anchors(row) for row in rows]
+        room = self._room(max(map(len, anchors)))
         weights = position_weights(self.block_size, self.gamma)
-        blocks = [self._blocks(index, epoch, sample, weights) for index, epoch, sample, _ in items]
-        samples = [sample for _, _, sample, _ in items]
-        hidden = [states for _, _, _, states in items if states is not None]
+        blocks = [
+            make_blocks(*parts, room, self.mask_token_id, weights)
+            for parts in zip(joined, starts, anchors, strict=True)
+        ]
+        hidden = [_states(row) for row in rows]
+        width = max(len(row.ids) for row in joined)
         return Batch(
-            input_ids=_padded([s.ids for s in samples]),
-            attention_mask=_padded([torch.ones_like(s.loss_mask) for s in samples]),
-            loss_mask=_padded([s.loss_mask for s in samples]),
+            input_ids=_padded([row.ids for row in joined]),
+            attention_mask=_padded([torch.ones_like(row.loss_mask) for row in joined]),
+            loss_mask=_padded([row.loss_mask for row in joined]),
             **{key: torch.stack([b[key] for b in blocks]) for key in blocks[0]},
-            target_hidden=_padded(hidden) if hidden else None,
+            document_starts=torch.stack([_extended(row, width) for row in starts]),
+            target_hidden=_padded([h for h in hidden if h is not None])
+            if hidden[0] is not None
+            else None,
         )
 
-    def _blocks(self, index: int, epoch: int, sample: Sample, weights: Tensor) -> dict[str, Tensor]:
-        candidates = anchor_candidates(sample.loss_mask)
-        chosen = self.anchors.choose(candidates, anchor_generator(self.seed, epoch, index))
-        return make_blocks(sample, chosen, self.anchors.num_anchors, self.mask_token_id, weights)
+    def _anchors(self, row: Sequence[Document]) -> Tensor:
+        """Return the places of a row's anchors, document by document."""
+        found, start = [], 0
+        for index, epoch, sample, _ in row:
+            candidates = anchor_candidates(sample.loss_mask)
+            chosen = self.anchors.choose(candidates, anchor_generator(self.seed, epoch, index))
+            if len(chosen) > self.anchors.num_anchors:
+                raise UserError(
+                    f"data.anchors: {len(chosen)} anchors of one sample, and num_anchors is "
+                    f"{self.anchors.num_anchors}"
+                )
+            found.append(start + chosen)
+            start += len(sample.ids)
+        return torch.cat(found)
+
+    def _room(self, count: int) -> int:
+        """Return the number of blocks that holds `count`: few sizes, so that kernels fit again."""
+        return self.anchors.num_anchors * max(1, -(-count // self.anchors.num_anchors))
+
+
+def _joined(samples: Sequence[Sample]) -> Sample:
+    if len(samples) == 1:
+        return samples[0]
+    return Sample(torch.cat([s.ids for s in samples]), torch.cat([s.loss_mask for s in samples]))
+
+
+def _states(row: Sequence[Document]) -> Tensor | None:
+    """Return the states `[S, T*H]` of a row's documents, None where they are not stored."""
+    states = [s for _, _, _, s in row if s is not None]
+    return torch.cat(states) if states else None
+
+
+def _document_starts(lengths: Sequence[int]) -> Tensor:
+    """Return the start of each token's document `[S]`.
+
+    >>> _document_starts([2, 3])
+    tensor([0, 0, 2, 2, 2])
+    """
+    counts = torch.tensor(lengths)
+    return (counts.cumsum(0) - counts).repeat_interleave(counts)
+
+
+def _extended(starts: Tensor, width: int) -> Tensor:
+    """Make the padding behind a row a document of its own."""
+    return pad(starts, (0, width - len(starts)), value=len(starts))
 
 
 def _padded(rows: list[Tensor]) -> Tensor:

@@ -2,40 +2,31 @@
 
 import logging
 import os
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
-from dflash_lightning.data.blocks import (
-    Anchors,
-    BlockCollator,
-    RandomAnchors,
-    anchor_candidates,
-    default_gamma,
-)
+from dflash_lightning.data.answers import Answers, LocalAnswers
+from dflash_lightning.data.blocks import Anchors, BlockCollator, RandomAnchors, default_gamma
+from dflash_lightning.data.building import Recipe
 from dflash_lightning.data.features import FeatureStore, build_store
 from dflash_lightning.data.loading import (
     EpochSampler,
-    Item,
     PromptDataset,
     ResumableLoader,
-    SampleDataset,
+    Row,
+    RowDataset,
     only_item,
 )
-from dflash_lightning.data.prepare import answer_prompts
-from dflash_lightning.data.prompts import SPLITS, Prompt, PromptSource, Split, WordProblems
-from dflash_lightning.data.samples import (
-    Sample,
-    chat_sample,
-    prompt_ids,
-    response_sample,
-    text_sample,
-)
+from dflash_lightning.data.packing import pack
+from dflash_lightning.data.prompts import SPLITS, PromptSource, Split
+from dflash_lightning.data.sample_store import SampleStore, TokenLists
+from dflash_lightning.data.sources import WordProblems
+from dflash_lightning.data.summary import Summary
 from dflash_lightning.errors import UserError
 from dflash_lightning.target import Target, load_target
 from dflash_lightning.target_spec import TargetConfig, TargetSpec, inspect_target
@@ -56,14 +47,20 @@ class DFlashDataModule(pl.LightningDataModule):
         target: The target; linked to `model.target`, say it there.
         block_size: Linked to `model.block_size`, say it there.
         loss_decay_gamma: Linked to `model.loss_decay_gamma`, say it there.
-        responses: `target`: the frozen target answers the prompts greedily, once (the paper's way).
-            `given`: supervise the answers that the prompts come with, or all of a plain text.
+        responses: `target`: the frozen target answers the prompts, once (the paper's way); of a
+            chat it answers each user turn in turn, and all its answers are supervised. `given`:
+            supervise the answers that the prompts come with, or all of a plain text.
+        answers: Who makes the target's answers: `LocalAnswers` here, or `ServerAnswers` behind an
+            OpenAI-compatible server.
         max_new_tokens: Longest answer of the target, in tokens.
         max_length: Longest sample, in tokens; the rest is cut off.
         anchors: The rule that picks anchors, and how many a sample.
-        batch_size: Samples per step.
-        features: `store`: the target's tapped states are computed once and kept on disk. `online`:
-            the target runs in every step.
+        batch_size: Rows per step and process: samples, or with packing rows of up to max_length
+            tokens.
+        packing: Put several samples into one row, up to max_length tokens. None sees another, each
+            has its own positions and anchors, so its loss is the same; less of a batch is padding.
+        features: `store`: the target's tapped states are computed once and kept on disk for all
+            runs on the same target and data. `online`: the target runs in every step.
         cache_dir: Where answers, states and converted targets are kept; null takes $DFLASH_CACHE or
             ~/.cache/dflash_lightning.
         seed: Seed of the order of samples and of the anchors.
@@ -77,10 +74,12 @@ class DFlashDataModule(pl.LightningDataModule):
         block_size: int = 16,
         loss_decay_gamma: float | Literal["auto", "uniform"] = "auto",
         responses: Literal["target", "given"] = "target",
+        answers: Answers = LocalAnswers(),  # noqa: B008
         max_new_tokens: int = 2048,
         max_length: int = 3072,
         anchors: Anchors = RandomAnchors(),  # noqa: B008
         batch_size: int = 8,
+        packing: bool = False,
         features: Literal["online", "store"] = "online",
         cache_dir: str | None = None,
         seed: int = 0,
@@ -88,14 +87,16 @@ class DFlashDataModule(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         self.prompts, self.target = prompts, target
-        self.responses, self.features = responses, features
+        self.responses: Literal["target", "given"] = responses
+        self.answers, self.features, self.packing = answers, features, packing
         self.block_size, self.anchors, self.batch_size = block_size, anchors, batch_size
         self.max_new_tokens, self.max_length = max_new_tokens, max_length
         self.cache_dir = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
         self.seed, self.num_workers = seed, num_workers
         self.gamma = resolve_gamma(loss_decay_gamma, block_size)
-        self.samples: dict[Split, list[Sample]] = {}
-        self.held_out_prompts: dict[Split, list[list[int]]] = {}
+        self.summaries: dict[Split, Summary] = {}
+        self.samples: dict[Split, SampleStore] = {}
+        self.held_out_prompts: dict[Split, TokenLists] = {}
         self.stores: dict[Split, FeatureStore | None] = dict.fromkeys(SPLITS)
 
     @cached_property
@@ -104,16 +105,18 @@ class DFlashDataModule(pl.LightningDataModule):
         return inspect_target(self.target, self.cache_dir)
 
     def prepare_data(self) -> None:
-        """Make what the cache lacks: the target's answers, and its tapped states where stored."""
+        """Make what the cache lacks: samples, and the target's tapped states where stored."""
         log.info("cache: %s (set data.cache_dir or DFLASH_CACHE to move it)", self.cache_dir)
-        self._build()
+        if self.features == "online":
+            log.info("data.features=online: the target runs in every step")
+        self._build(check=True)
 
     def setup(self, stage: str) -> None:
-        """Read samples of every split from the cache (nothing is left to be made there)."""
+        """Open the samples of every split (nothing is left to be made)."""
         if not self.samples:
-            self._build()
+            self._build(check=False)
 
-    def _build(self) -> None:
+    def _build(self, check: bool) -> None:
         target: list[Target] = []
 
         def loaded() -> Target:
@@ -122,8 +125,18 @@ class DFlashDataModule(pl.LightningDataModule):
                 target.append(load_target(self.spec, device))
             return target[0]
 
-        for split, prompts in self.prompts.load().items():
-            self.samples[split] = self._usable(split, self._samples(prompts, loaded))
+        recipe = Recipe(
+            self.prompts,
+            self.spec,
+            self.responses,
+            self.answers,
+            self.max_new_tokens,
+            self.max_length,
+            self.cache_dir,
+        )
+        for split in SPLITS:
+            self.samples[split], self.summaries[split] = recipe.build(split, loaded)
+            self.held_out_prompts[split] = TokenLists(self.samples[split].folder, "prompts")
             if self.features == "store":
                 self.stores[split] = build_store(
                     loaded,
@@ -133,80 +146,20 @@ class DFlashDataModule(pl.LightningDataModule):
                     self.spec.config.hidden_size,
                     getattr(torch, self.spec.dtype),
                     self.cache_dir,
+                    check,
                 )
-            self.held_out_prompts[split] = [] if split == "train" else self._decodable(prompts)
 
-    def _samples(self, prompts: Sequence[Prompt], loaded: Any) -> list[Sample]:
-        if self.responses == "given":
-            return [self._given(p) for p in prompts]
-        asked = [self._prompt_ids(p) for p in prompts]
-        answers = answer_prompts(
-            loaded, self.spec.fingerprint, asked, self.max_new_tokens, self.cache_dir
-        )
-        return [response_sample(p, a) for p, a in zip(asked, answers, strict=True)]
-
-    def _given(self, prompt: Prompt) -> Sample:
-        try:
-            if prompt.text is not None:
-                return text_sample(self.spec.tokenizer, prompt.text)
-            return chat_sample(self.spec.tokenizer, prompt.messages, self.spec.stop_ids)
-        except UserError as error:
-            raise UserError(f"{prompt.source}: {error}") from error
-
-    def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        if prompt.text is not None:
-            raise UserError(
-                f"{prompt.source}: plain text has no prompt to answer; set data.responses=given"
-            )
-        messages = list(prompt.messages)
-        while messages and messages[-1]["role"] == "assistant":
-            messages.pop()
-        if not messages:
-            raise UserError(f"{prompt.source}: the chat has no user turn to answer")
-        try:
-            return prompt_ids(self.spec.tokenizer, messages)
-        except UserError as error:
-            raise UserError(f"{prompt.source}: {error}") from error
-
-    def _decodable(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Return the prompts that evaluation decodes.
-
-        Chats up to the last answer, texts up to their middle.
-        """
-        chats = [self._prompt_ids(p) for p in prompts if p.text is None]
-        texts = [list(self.spec.tokenizer(p.text).input_ids) for p in prompts if p.text is not None]
-        return chats + [ids[: max(1, len(ids) // 2)] for ids in texts if ids]
-
-    def _usable(self, split: Split, samples: list[Sample]) -> list[Sample]:
-        """Cut samples to `max_length` and drop those that have no possible anchor."""
-        cut = [s.cut(self.max_length) for s in samples]
-        kept = [s for s in cut if len(anchor_candidates(s.loss_mask))]
-        if len(kept) < len(cut):
-            log.info(
-                "%s: %d of %d samples have no possible anchor and are left out",
-                split,
-                len(cut) - len(kept),
-                len(cut),
-            )
-        if cut and not kept:
-            raise UserError(
-                f"data: no {split} sample has two supervised tokens in a row within "
-                f"data.max_length={self.max_length}; raise max_length or max_new_tokens, or check "
-                "where the answers lie"
-            )
-        return kept
-
-    def train_dataloader(self) -> DataLoader[Item]:
+    def train_dataloader(self) -> DataLoader[Row]:
         """Return shuffled batches; order and anchors depend on (seed, epoch) only."""
-        if not self.samples["train"]:
+        if not len(self.samples["train"]):
             raise UserError("data.prompts: the train split is empty")
         return self._loader("train", shuffle=True)
 
-    def val_dataloader(self) -> DataLoader[Item]:
+    def val_dataloader(self) -> DataLoader[Row]:
         """Return validation batches, always with the same anchors."""
         return self._loader("val", shuffle=False)
 
-    def test_dataloader(self) -> DataLoader[Item]:
+    def test_dataloader(self) -> DataLoader[Row]:
         """Return test batches, always with the same anchors."""
         return self._loader("test", shuffle=False)
 
@@ -216,18 +169,25 @@ class DFlashDataModule(pl.LightningDataModule):
             PromptDataset(self.held_out_prompts["test"]), batch_size=1, collate_fn=only_item
         )
 
-    def _loader(self, split: Split, shuffle: bool) -> DataLoader[Item]:
+    def _loader(self, split: Split, shuffle: bool) -> DataLoader[Row]:
         samples = self.samples[split]
+        rows = pack(samples.lengths, self.max_length, self.seed) if self.packing else None
         collate = BlockCollator(
             self.anchors, self.block_size, self.spec.mask_token_id, self.gamma, self.seed
         )
-        lengths = [len(s.ids) for s in samples]
         rank, world = (
             (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         )
-        sampler = EpochSampler(lengths, self.batch_size, self.seed, shuffle, rank, world)
+        sampler = EpochSampler(
+            samples.lengths if rows is None else rows.lengths(samples.lengths),
+            self.batch_size,
+            self.seed,
+            shuffle,
+            rank,
+            world,
+        )
         return ResumableLoader(
-            SampleDataset(samples, self.stores[split]),
+            RowDataset(samples, self.stores[split], rows),
             batch_size=self.batch_size,
             sampler=sampler,
             collate_fn=collate,

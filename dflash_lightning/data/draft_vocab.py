@@ -5,18 +5,17 @@ lossless.
 """
 
 import logging
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from dflash_lightning.data.samples import Sample
+from dflash_lightning.data.sample_store import SampleStore
 from dflash_lightning.errors import UserError
 
 log = logging.getLogger(__name__)
 
 
-def choose_draft_vocab(samples: Sequence[Sample], vocab_size: int, size: int) -> Tensor:
+def choose_draft_vocab(samples: SampleStore, vocab_size: int, size: int) -> Tensor:
     """Return the `size` tokens `[Vd]` that the samples supervise most often, and say their share.
 
     Counts on the CPU, also where Lightning makes new tensors on the training device.
@@ -29,11 +28,11 @@ def choose_draft_vocab(samples: Sequence[Sample], vocab_size: int, size: int) ->
     return ids
 
 
-def token_counts(samples: Sequence[Sample], vocab_size: int) -> Tensor:
+def token_counts(samples: SampleStore, vocab_size: int) -> Tensor:
     """Return how often each token is supervised, `[V]` int64."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for sample in samples:
-        counts += torch.bincount(sample.ids[sample.loss_mask], minlength=vocab_size)
+    for ids in samples.supervised_ids():
+        counts += torch.bincount(torch.from_numpy(ids), minlength=vocab_size)
     return counts
 
 

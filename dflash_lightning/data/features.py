@@ -1,21 +1,26 @@
 """The store of tapped target states.
 
-Computed once, memory-mapped, shared by every epoch and run on one target.
+Computed once, memory-mapped, shared by every epoch and run on one target and data set. It holds
+every layer that any of them asked for.
 """
 
-import itertools
 import logging
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+from dflash_lightning.data import shards
+from dflash_lightning.data.files import only_writer
 from dflash_lightning.data.prepare import cache_key
-from dflash_lightning.data.samples import Sample
+from dflash_lightning.data.sample_store import SampleStore
+from dflash_lightning.data.shards import ShardPlan, has_size, is_sound, plan_shards, write_shard
 from dflash_lightning.errors import UserError
 from dflash_lightning.target import Target
 
@@ -25,136 +30,150 @@ TOKENS_PER_BATCH = 2048
 
 
 class FeatureStore:
-    """Tapped states of a list of samples, one file a layer.
-
-    `layer_08.bin` holds `[tokens, H]` in the target's dtype.
+    """Tapped states of a list of samples, read through a memory map.
 
     Args:
-        folder: Where the files lie; its name is a key over target, dtype and samples.
-        lengths: Tokens of each sample.
+        plan: Where each sample's states lie.
         layer_ids: Layers to read, in the drafter's order.
-        hidden_size: H.
-        dtype: Dtype of the stored states.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        lengths: Sequence[int],
-        layer_ids: Sequence[int],
-        hidden_size: int,
-        dtype: torch.dtype,
-    ) -> None:
-        self.starts = _starts(lengths)
-        self.layers = [
-            torch.from_file(
-                str(_layer_file(folder, i)),
-                shared=False,
-                size=self.starts[-1] * hidden_size,
-                dtype=dtype,
-            ).view(-1, hidden_size)
-            for i in layer_ids
-        ]
+    def __init__(self, plan: ShardPlan, layer_ids: Sequence[int]) -> None:
+        self.plan, self.layer_ids = plan, list(layer_ids)
 
     def __getitem__(self, index: int) -> Tensor:
         """Return the tapped states `[S, T*H]` of one sample."""
-        span = slice(self.starts[index], self.starts[index + 1])
-        return torch.cat([layer[span] for layer in self.layers], dim=-1)
+        shard, rows = self.plan.locate(index)
+        return torch.cat([self.plan.states(i, shard)[rows] for i in self.layer_ids], dim=-1)
+
+    def lacking(self, check: bool = False) -> dict[int, list[int]]:
+        """Return the layers that each incomplete shard lacks: no file, or one of another size.
+
+        With `check` all bytes are read, and a file that has not its checksum counts as lacking.
+        """
+        found: dict[int, list[int]] = {}
+        for shard in range(len(self.plan)):
+            size = self.plan.num_bytes(shard)
+            for layer in self.layer_ids:
+                path = self.plan.path(layer, shard)
+                if path.is_file() and not (has_size(path, size) and (not check or is_sound(path))):
+                    log.warning("%s is damaged and is computed again", path)
+                elif path.is_file():
+                    continue
+                found.setdefault(shard, []).append(layer)
+        return found
 
 
 def build_store(
     load_target: Callable[[], Target],
     fingerprint: str,
-    samples: Sequence[Sample],
+    samples: SampleStore,
     layer_ids: Sequence[int],
     hidden_size: int,
     dtype: torch.dtype,
     cache_dir: Path,
+    check: bool = True,
 ) -> FeatureStore:
-    """Return the store of these samples; layers it lacks are computed in one target pass and added.
+    """Return the store of these samples; shards and layers it lacks are computed and added.
+
+    Args:
+        load_target: Called only if something is lacking.
+        fingerprint: Identity of the target, its dtype and its chat template.
+        samples: What the target reads.
+        layer_ids: Layers to read, in the drafter's order.
+        hidden_size: H.
+        dtype: Dtype of the states.
+        cache_dir: The store lies in `cache_dir/features/KEY/`.
+        check: Whether to read all bytes there are and compare checksums (once a process).
 
     Raises:
         UserError: The disk has no room for it.
     """
-    key = cache_key(fingerprint, [s.ids.tolist() for s in samples])
+    key = cache_key(fingerprint, str(dtype), samples.digest, shards.SHARD_BYTES)
     folder = cache_dir / "features" / key
-    missing = [i for i in layer_ids if not _layer_file(folder, i).is_file()]
-    lengths = [len(s.ids) for s in samples]
-    if missing and samples:
-        folder.mkdir(parents=True, exist_ok=True)
-        size = sum(lengths) * len(missing) * hidden_size * dtype.itemsize
-        free = shutil.disk_usage(folder).free
-        log.info(
-            "the target reads %d tokens; %d layers take %.2f GB in %s",
-            sum(lengths),
-            len(missing),
-            size / 1e9,
-            folder,
+    store = FeatureStore(plan_shards(folder, samples.starts, hidden_size, dtype), layer_ids)
+    if len(samples) == 0 or not (check or store.lacking()):
+        return store
+    with only_writer(folder, "the target's states"):
+        began = time.perf_counter()
+        lacking = store.lacking(check)
+        checked = time.perf_counter() - began
+        if lacking:
+            _refuse_too_large(store.plan, lacking, cache_dir)
+            _fill(store.plan, load_target, samples, lacking)
+        filled = time.perf_counter() - began - checked
+    log.info(
+        "data.features=store: %d tokens, %d layers, ready in %.1f s (checksums %.1f s, target %.1f "
+        "s) in %s",
+        samples.num_tokens,
+        len(layer_ids),
+        checked + filled,
+        checked,
+        filled if lacking else 0.0,
+        folder,
+    )
+    return store
+
+
+def _refuse_too_large(plan: ShardPlan, lacking: dict[int, list[int]], cache_dir: Path) -> None:
+    """Say what the states will take, and refuse what the disk can't."""
+    tokens = sum(plan.tokens(shard) for shard in lacking)
+    size = sum(plan.num_bytes(shard) * len(layers) for shard, layers in lacking.items())
+    free = shutil.disk_usage(plan.folder).free
+    log.info(
+        "the target reads %d tokens; their states take %.2f GB (tokens x %g layers x %d x %d bytes)"
+        " in %s",
+        tokens,
+        size / 1e9,
+        round(size / (tokens * plan.hidden_size * plan.dtype.itemsize), 2),
+        plan.hidden_size,
+        plan.dtype.itemsize,
+        plan.folder,
+    )
+    if size > 0.95 * free:
+        raise UserError(
+            f"data.features: the store needs {size / 1e9:.1f} GB and {cache_dir} has "
+            f"{free / 1e9:.1f} GB free; take data.features=online, fewer taps or another "
+            "data.cache_dir"
         )
-        if size > 0.95 * free:
-            raise UserError(
-                f"data.features: the store needs {size / 1e9:.1f} GB and {cache_dir} has "
-                f"{free / 1e9:.1f} GB free; take data.features=online, fewer taps or another "
-                "data.cache_dir"
-            )
-        _fill(load_target(), samples, missing, hidden_size, dtype, folder)
-    return FeatureStore(folder, lengths, layer_ids if samples else [], hidden_size, dtype)
-
-
-def _layer_file(folder: Path, layer_id: int) -> Path:
-    return folder / f"layer_{layer_id:02d}.bin"
 
 
 def _fill(
-    target: Target,
-    samples: Sequence[Sample],
-    layer_ids: Sequence[int],
-    hidden_size: int,
-    dtype: torch.dtype,
-    folder: Path,
+    plan: ShardPlan,
+    load_target: Callable[[], Target],
+    samples: SampleStore,
+    lacking: dict[int, list[int]],
 ) -> None:
-    """Write the given layers' states of all samples; each file appears whole, by renaming."""
-    lengths = [len(s.ids) for s in samples]
-    starts = _starts(lengths)
-    total = sum(lengths)
-    partial = [_layer_file(folder, i).with_suffix(".partial") for i in layer_ids]
-    files = []
-    for path in partial:
-        path.unlink(missing_ok=True)
-        files.append(
-            torch.from_file(str(path), shared=True, size=total * hidden_size, dtype=dtype).view(
-                -1, hidden_size
-            )
-        )
+    """Compute and write the lacking files, shard by shard; each appears whole."""
+    target = load_target()
+    total = sum(plan.tokens(shard) for shard in lacking)
     with tqdm(total=total, desc="target reads answers", unit="token") as bar:
-        for batch in _batches_by_length(lengths):
-            ids = pad_sequence([samples[i].ids for i in batch], batch_first=True).to(target.device)
-            mask = pad_sequence(
-                [torch.ones(lengths[i], dtype=torch.int64) for i in batch], batch_first=True
-            )
-            states = target.features(ids, mask.to(target.device), layer_ids)
-            for file, state in zip(files, states, strict=True):
-                for row, i in enumerate(batch):
-                    file[starts[i] : starts[i] + lengths[i]] = state[row, : lengths[i]].cpu()
-            bar.update(sum(lengths[i] for i in batch))
-    del files
-    for path, i in zip(partial, layer_ids, strict=True):
-        path.rename(_layer_file(folder, i))
+        for shard, layers in lacking.items():
+            states = _shard_states(plan, target, samples, shard, layers, bar)
+            for layer, state in zip(layers, states, strict=True):
+                write_shard(plan.path(layer, shard), state)
+    shards.mapped.cache_clear()
 
 
-def _starts(lengths: Sequence[int]) -> list[int]:
-    """Return the first row of each sample, and the number of rows last."""
-    return [0, *itertools.accumulate(lengths)]
-
-
-def _batches_by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Return sample indices in batches of similar length.
-
-    A batch has at most about TOKENS_PER_BATCH padded tokens.
-    """
-    batches: list[list[int]] = [[]]
-    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if batches[-1] and (len(batches[-1]) + 1) * lengths[i] > TOKENS_PER_BATCH:
-            batches.append([])
-        batches[-1].append(i)
-    return batches
+def _shard_states(
+    plan: ShardPlan,
+    target: Target,
+    samples: SampleStore,
+    shard: int,
+    layers: Sequence[int],
+    bar: "tqdm[None]",
+) -> list[Tensor]:
+    """Return each layer's states `[tokens, H]` of a shard's samples."""
+    size = (plan.tokens(shard), plan.hidden_size)
+    found = [torch.empty(size, dtype=plan.dtype) for _ in layers]
+    inside = plan.samples(shard)
+    lengths = np.diff(plan.starts[inside.start : inside.stop + 1]).tolist()
+    for batch in shards.batches_by_length(lengths, TOKENS_PER_BATCH):
+        rows = [samples[inside[i]].ids for i in batch]
+        ids = pad_sequence(rows, batch_first=True).to(target.device)
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        states = target.features(ids, mask.to(target.device), layers)
+        for whole, state in zip(found, states, strict=True):
+            for row, i in enumerate(batch):
+                whole[plan.locate(inside[i])[1]] = state[row, : lengths[i]].cpu()
+        bar.update(sum(lengths[i] for i in batch))
+    return found

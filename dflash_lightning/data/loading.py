@@ -1,45 +1,49 @@
-"""In which order samples come, as which batches, and how a loader is continued mid-epoch."""
+"""In which order rows come, as which batches, and how a loader is continued mid-epoch."""
 
 from collections.abc import Iterator, Sequence
 from typing import cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from dflash_lightning.data.blocks import Batch
+from dflash_lightning.data.blocks import Batch, Document
 from dflash_lightning.data.features import FeatureStore
+from dflash_lightning.data.packing import Rows
 from dflash_lightning.data.samples import Sample
 
-Item = tuple[int, int, Sample, Tensor | None]
+Row = list[Document]
 
 
 class EpochSampler(Sampler[tuple[int, int]]):
-    """Yields (sample index, epoch), so that loader processes need not be told the epoch.
+    """Yields (row index, epoch), so that loader processes need not be told the epoch.
 
-    Shuffled order keeps samples of similar length in one batch: a random order is sorted by length
-    within stretches of 16 batches, and the batches of a stretch are shuffled.
+    A row is a sample, or several packed together. Shuffled order keeps rows of similar length in
+    one batch: a random order is sorted by length within stretches of 16 batches, and the batches of
+    a stretch are shuffled.
 
     Args:
-        lengths: Tokens of each sample.
-        batch_size: Samples per batch.
+        lengths: Tokens of each row.
+        batch_size: Rows per batch.
         seed: Seed of the order.
-        shuffle: False yields samples in order, always as of epoch 0.
-        rank: Which share of the samples this process takes.
+        shuffle: False yields rows in order, always as of epoch 0.
+        rank: Which share of the rows this process takes.
         world: Number of processes. With several, shuffled epochs keep whole batches only, equally
             many a process.
     """
 
     def __init__(
         self,
-        lengths: Sequence[int],
+        lengths: Sequence[int] | npt.NDArray[np.int64],
         batch_size: int,
         seed: int,
         shuffle: bool,
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        self.lengths, self.batch_size, self.seed, self.shuffle = lengths, batch_size, seed, shuffle
+        self.lengths = np.asarray(lengths, np.int64)
+        self.batch_size, self.seed, self.shuffle = batch_size, seed, shuffle
         self.rank, self.world = rank, world
         self.epoch = 0
         self.ahead = 0
@@ -50,38 +54,39 @@ class EpochSampler(Sampler[tuple[int, int]]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """Return the number of this process's samples in a whole epoch."""
+        """Return the number of this process's rows in a whole epoch."""
         count = len(self.lengths)
         if self.shuffle and self.world > 1:
             return count // self.batch_size // self.world * self.batch_size
         return len(range(self.rank, count, self.world))
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Yield (sample index, epoch), without the first `skip` samples."""
+        """Yield (row index, epoch), without the first `skip` rows."""
         epoch = self.epoch - self.ahead if self.shuffle else 0
-        in_order = range(self.rank, len(self.lengths), self.world)
-        order = self._shuffled(epoch) if self.shuffle else list(in_order)
-        return iter([(index, epoch) for index in order[self.skip :]])
+        in_order = np.arange(self.rank, len(self.lengths), self.world)
+        order = self._shuffled(epoch) if self.shuffle else in_order
+        return ((int(index), epoch) for index in order[self.skip :])
 
-    def _shuffled(self, epoch: int) -> list[int]:
+    def _shuffled(self, epoch: int) -> npt.NDArray[np.int64]:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        order = torch.randperm(len(self.lengths), generator=generator).tolist()
+        order = torch.randperm(len(self.lengths), generator=generator).numpy()
         stretch = 16 * self.batch_size
-        batches: list[list[int]] = []
-        tail: list[int] = []
+        batches: list[npt.NDArray[np.int64]] = []
+        tail = order[:0]
         for start in range(0, len(order), stretch):
-            block = sorted(order[start : start + stretch], key=lambda i: self.lengths[i])
+            block = order[start : start + stretch]
+            block = block[np.argsort(self.lengths[block], kind="stable")]
             cut = [block[i : i + self.batch_size] for i in range(0, len(block), self.batch_size)]
             if len(cut[-1]) < self.batch_size:
                 tail = cut.pop()
             batches += [cut[i] for i in torch.randperm(len(cut), generator=generator).tolist()]
         if self.world > 1:
             even = len(batches) // self.world * self.world
-            return [index for batch in batches[self.rank : even : self.world] for index in batch]
-        return [index for batch in [*batches, tail] for index in batch]
+            return np.concatenate([order[:0], *batches[self.rank : even : self.world]])
+        return np.concatenate([*batches, tail])
 
 
-class ResumableLoader(DataLoader[Item]):
+class ResumableLoader(DataLoader[Row]):
     """A loader that a checkpoint can continue in the middle of an epoch.
 
     It skips the batches already given, and after a finished epoch goes on with the next one:
@@ -121,20 +126,29 @@ class ResumableLoader(DataLoader[Item]):
         cast(EpochSampler, self.sampler).ahead = state.get("ahead", 0)
 
 
-class SampleDataset(Dataset[Item]):
-    """Samples by (sample index, epoch), with their tapped states `[S, T*H]` if stored."""
+class RowDataset(Dataset[Row]):
+    """Rows of documents by (row index, epoch), with the tapped states `[S, T*H]` if stored.
 
-    def __init__(self, samples: Sequence[Sample], store: FeatureStore | None) -> None:
-        self.samples, self.store = samples, store
+    Args:
+        samples: The samples.
+        store: Their states, or None.
+        rows: Which samples share a row; None gives each its own.
+    """
+
+    def __init__(
+        self, samples: Sequence[Sample], store: FeatureStore | None, rows: Rows | None = None
+    ) -> None:
+        self.samples, self.store, self.rows = samples, store, rows
 
     def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self.samples)
+        """Return the number of rows."""
+        return len(self.samples if self.rows is None else self.rows)
 
-    def __getitem__(self, key: tuple[int, int]) -> Item:
-        """Return index, epoch, sample and its tapped states (None without a store)."""
-        index, epoch = key
-        return index, epoch, self.samples[index], self.store[index] if self.store else None
+    def __getitem__(self, key: tuple[int, int]) -> Row:
+        """Return a row's documents."""
+        row, epoch = key
+        inside = [row] if self.rows is None else self.rows[row]
+        return [(i, epoch, self.samples[i], self.store[i] if self.store else None) for i in inside]
 
 
 class PromptDataset(Dataset[list[int]]):

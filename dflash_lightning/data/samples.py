@@ -2,8 +2,10 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from jinja2 import TemplateError
 from torch import Tensor
@@ -12,6 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from dflash_lightning.errors import UserError
 
 Message = dict[str, str]
+
+CHARACTERS_PER_TOKEN = 8
+SURE_AFTER = 64
+"""Tokens that what follows a piece of text can't reach back over."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +32,8 @@ class Sample:
         if self.ids.shape != self.loss_mask.shape or self.ids.dim() != 1:
             raise ValueError(f"ids {self.ids.shape} and loss_mask {self.loss_mask.shape} differ")
 
-    def cut(self, max_length: int) -> "Sample":
-        """Return the sample's first `max_length` tokens."""
+    def cut(self, max_length: int | None) -> "Sample":
+        """Return the sample's first `max_length` tokens; None keeps all."""
         return Sample(self.ids[:max_length], self.loss_mask[:max_length])
 
 
@@ -40,24 +46,30 @@ def response_sample(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> S
     return Sample(ids, torch.arange(len(ids)) >= len(prompt_ids))
 
 
-def text_sample(tokenizer: PreTrainedTokenizerBase, text: str) -> Sample:
-    """Return plain text as one sample; every token but the first is supervised."""
-    ids = torch.tensor(tokenizer(text).input_ids, dtype=torch.int64)
-    return Sample(ids, torch.arange(len(ids)) >= 1)
+def text_samples(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_length: int | None = None
+) -> list[Sample]:
+    """Return texts as samples of at most `max_length` tokens, all but the first supervised."""
+    rows = _tokenized(tokenizer, texts, max_length, add_special_tokens=True)
+    return [
+        Sample(torch.from_numpy(row.ids), torch.arange(len(row.ids)) >= 1).cut(max_length)
+        for row in rows
+    ]
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
     """Return a chat's ids up to where the assistant's answer begins (chat template applied)."""
-    text = _render(tokenizer, messages, add_generation_prompt=True)
+    text = render(tokenizer, messages, add_generation_prompt=True)
     return list(tokenizer(text, add_special_tokens=False).input_ids)
 
 
-def chat_sample(
+def chat_samples(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
+    chats: Sequence[Sequence[Message]],
     stop_ids: Collection[int] | None = None,
-) -> Sample:
-    """Return a finished chat as one sample.
+    max_length: int | None = None,
+) -> list[Sample | UserError]:
+    """Return finished chats as samples, tokenized together.
 
     Every assistant turn is supervised, its stop token included. Works with templates that carry
     generation tags and with stock templates that have none: an assistant turn is what the chat's
@@ -65,29 +77,109 @@ def chat_sample(
 
     Args:
         tokenizer: The target's, with a chat template.
-        messages: The chat.
+        chats: The chats.
         stop_ids: Tokens that end a turn; None takes the tokenizer's eos.
+        max_length: Tokens behind it are cut off, before they are tokenized if the chat is long.
+
+    Returns:
+        A sample a chat; the error where it has no assistant turn, or the template none that can be
+        located.
+    """
+    ends = [tokenizer.eos_token_id] if stop_ids is None else sorted(stop_ids)
+    found: list[Sample | UserError] = []
+    rendered: list[tuple[str, list[tuple[int, int]]]] = []
+    for chat in chats:
+        try:
+            rendered.append(_rendered(tokenizer, chat))
+        except UserError as error:
+            rendered.append(("", []))
+            found.append(error)
+        else:
+            found.append(_NOTHING_SUPERVISED)
+    rows = _tokenized(tokenizer, [text for text, _ in rendered], max_length)
+    for i, ((text, spans), row) in enumerate(zip(rendered, rows, strict=True)):
+        loss_mask = _supervised(row, spans, ends)
+        if spans and (loss_mask.any() or row.characters < len(text)):
+            sample = Sample(torch.from_numpy(row.ids), torch.from_numpy(loss_mask))
+            found[i] = sample.cut(max_length)
+    return found
+
+
+_NOTHING_SUPERVISED = UserError(
+    "the assistant mask is all zero: the chat has no assistant turn that answers something"
+)
+
+
+class _Tokenized(NamedTuple):
+    """Ids `[S]`, where each lies in the text `[S, 2]`, and how much of the text was tokenized."""
+
+    ids: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+    characters: int
+
+
+def _supervised(
+    row: _Tokenized, spans: Sequence[tuple[int, int]], ends: Sequence[int]
+) -> npt.NDArray[np.bool_]:
+    """Return the tokens `[S]` inside `spans` of characters, each up to its last stop token."""
+    loss_mask = np.zeros(len(row.ids), np.bool_)
+    first, last = row.offsets[:, 0], row.offsets[:, 1]
+    for start, end in spans:
+        inside = np.flatnonzero((first >= start) & (first < last) & (last <= end))
+        stops = np.flatnonzero(np.isin(row.ids[inside], ends))
+        if len(stops) and end <= row.characters:
+            inside = inside[: stops[-1] + 1]
+        loss_mask[inside] = True
+    return loss_mask
+
+
+def _tokenized(
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    max_length: int | None,
+    add_special_tokens: bool = False,
+) -> list[_Tokenized]:
+    """Tokenize texts together; of a long one only a piece that surely holds `max_length` tokens.
+
+    What follows a piece can change the last of its tokens, but not those long before.
+    """
+
+    def run(parts: Sequence[str]) -> list[_Tokenized]:
+        encoded = tokenizer(
+            list(parts), add_special_tokens=add_special_tokens, return_offsets_mapping=True
+        )
+        return [
+            _Tokenized(
+                np.array(ids, np.int64), np.array(offsets, np.int64).reshape(-1, 2), len(part)
+            )
+            for ids, offsets, part in zip(
+                encoded.input_ids, encoded.offset_mapping, parts, strict=True
+            )
+        ]
+
+    if not texts or max_length is None:
+        return run(texts) if texts else []
+    enough = max_length + SURE_AFTER
+    found = run([text[: enough * CHARACTERS_PER_TOKEN] for text in texts])
+    for i, text in enumerate(texts):
+        if len(found[i].ids) < enough and found[i].characters < len(text):
+            found[i] = run([text])[0]
+    return found
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
+) -> tuple[str, list[tuple[int, int]]]:
+    """Return a chat's text and where its assistant turns lie.
 
     Raises:
-        UserError: No assistant turn, or a template under which none can be located.
+        UserError: No assistant turn, or none that can be located.
     """
-    ends = {tokenizer.eos_token_id} if stop_ids is None else stop_ids
-    text = _render(tokenizer, messages, add_generation_prompt=False)
+    text = render(tokenizer, messages, add_generation_prompt=False)
     spans = _assistant_spans(tokenizer, messages, text)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids = torch.tensor(encoded.input_ids, dtype=torch.int64)
-    loss_mask = torch.zeros(len(ids), dtype=torch.bool)
-    for start, end in spans:
-        inside = [
-            i for i, (s, e) in enumerate(encoded.offset_mapping) if s >= start and s < e <= end
-        ]
-        stops = [n for n, i in enumerate(inside) if int(ids[i]) in ends]
-        loss_mask[inside[: stops[-1] + 1] if stops else inside] = True
-    if not loss_mask.any():
-        raise UserError(
-            "the assistant mask is all zero: the chat has no assistant turn that answers something"
-        )
-    return Sample(ids, loss_mask)
+    if not spans:
+        raise _NOTHING_SUPERVISED
+    return text, spans
 
 
 def _assistant_spans(
@@ -97,8 +189,9 @@ def _assistant_spans(
     for turn, message in enumerate(messages):
         if message["role"] != "assistant" or turn == 0:  # nothing asked for an opening turn
             continue
-        before = _render(tokenizer, messages[:turn], add_generation_prompt=True)
-        after = _render(tokenizer, messages[: turn + 1], add_generation_prompt=False)
+        before = render(tokenizer, messages[:turn], add_generation_prompt=True)
+        last = turn + 1 == len(messages)
+        after = text if last else render(tokenizer, messages[: turn + 1], False)
         if not (after.startswith(before) and text.startswith(after)):
             raise UserError(
                 f"the assistant mask of turn {turn + 1} can't be located: this chat template "
@@ -109,9 +202,14 @@ def _assistant_spans(
     return spans
 
 
-def _render(
+def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool
 ) -> str:
+    """Return a chat as text, by the target's chat template, thinking off.
+
+    Raises:
+        UserError: There is no chat template, or it refuses this chat.
+    """
     if tokenizer.chat_template is None:
         raise UserError(
             "the target's tokenizer has no chat template: give plain text (TextPrompts) instead"

@@ -13,7 +13,8 @@ from dflash_lightning.decoding.sampling import Sampling, distribution, draw, pen
 from dflash_lightning.drafter.attention import Attend, full_attention
 from dflash_lightning.drafter.model import Drafter, KeyValue
 from dflash_lightning.errors import UserError
-from dflash_lightning.target import OutputHead, Target
+from dflash_lightning.target import Target
+from dflash_lightning.target_head import OutputHead
 
 
 @dataclass(frozen=True)

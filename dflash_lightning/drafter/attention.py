@@ -1,8 +1,9 @@
 """Who sees whom: one mask as the specification, and exact ways to attend under it.
 
-For a query in block `(a, k)`: context position `p` is visible iff `p < a` (strict, by position: at
-inference the anchor's own feature does not exist yet), and a block's slot is visible iff it belongs
-to the same block. Dead blocks keep their own slots, so no row is ever empty.
+For a query in block `(a, k)`: context position `p` is visible iff `s <= p < a`, where `s` is where
+the anchor's document starts in its row (strictly before the anchor, by position: at inference its
+own feature does not exist yet), and a block's slot is visible iff it belongs to the same block.
+Dead blocks keep their own slots, so no row is ever empty.
 
 An attention is a function `(q, k_context, v_context, k_block, v_block) -> output` over
 `[B, heads, length, head_dim]`; the layers don't know which one they were given.
@@ -23,27 +24,41 @@ AttentionName = Literal["auto", "dense", "chunked", "flex"]
 QUERIES_PER_CHUNK = 128
 
 
-def dense_mask(anchor_positions: Tensor, block_size: int, context_length: int) -> Tensor:
+def dense_mask(
+    anchor_positions: Tensor,
+    block_size: int,
+    context_length: int,
+    context_starts: Tensor | None = None,
+) -> Tensor:
     """Return the specification: visibility `[B, N*K, S + N*K]`, true where a query sees a key.
 
     Args:
         anchor_positions: `[B, N]`.
         block_size: K.
         context_length: S.
+        context_starts: Where the documents of the anchors start `[B, N]`; None means at 0.
     """
     anchors = anchor_positions.repeat_interleave(block_size, dim=1)
-    context = torch.arange(context_length, device=anchors.device) < anchors[:, :, None]
+    positions = torch.arange(context_length, device=anchors.device)
+    context = positions < anchors[:, :, None]
+    if context_starts is not None:
+        context &= positions >= context_starts.repeat_interleave(block_size, dim=1)[:, :, None]
     owner = torch.arange(anchors.shape[1], device=anchors.device) // block_size
     same_block = (owner[:, None] == owner[None, :]).expand(anchors.shape[0], -1, -1)
     return torch.cat([context, same_block], dim=-1)
 
 
-def dense_attention(anchor_positions: Tensor, block_size: int, context_length: int) -> Attend:
+def dense_attention(
+    anchor_positions: Tensor,
+    block_size: int,
+    context_length: int,
+    context_starts: Tensor | None = None,
+) -> Attend:
     """Attend under the dense mask, written out.
 
     Slow, large, and what the other ways are tested against.
     """
-    mask = dense_mask(anchor_positions, block_size, context_length)[:, None]
+    mask = dense_mask(anchor_positions, block_size, context_length, context_starts)[:, None]
 
     def attend(
         q: Tensor, k_context: Tensor, v_context: Tensor, k_block: Tensor, v_block: Tensor
@@ -61,11 +76,11 @@ def dense_attention(anchor_positions: Tensor, block_size: int, context_length: i
 class _Chunk:
     """Blocks handled together.
 
-    Their slots, how much context any of them sees, and the mask over just that.
+    Their slots, the context that any of them sees, and the mask over just that.
     """
 
     slots: slice
-    context: int
+    context: slice
     mask: Tensor
 
 
@@ -73,23 +88,32 @@ def chunked_attention(
     anchor_positions: Tensor,
     block_size: int,
     context_length: int,
+    context_starts: Tensor | None = None,
     queries_per_chunk: int = QUERIES_PER_CHUNK,
 ) -> Attend:
     """Attend chunk of blocks by chunk of blocks.
 
-    Each sees the context before its last anchor and its own slots. The `(N*K) x (S + N*K)` matrix
-    is never built. Any order of anchors is exact; ascending anchors are fast, since a chunk then
-    skips the context behind its last anchor.
+    Each sees the context of its documents before its last anchor and its own slots. The
+    `(N*K) x (S + N*K)` matrix is never built. Any order of anchors is exact; ascending anchors are
+    fast, since a chunk then skips the context before its first document and behind its last anchor.
     """
+    if context_starts is None:
+        context_starts = torch.zeros_like(anchor_positions)
     per_chunk = max(1, queries_per_chunk // block_size)
-    limits = [int(group.max()) for group in anchor_positions.split(per_chunk, dim=1)]
     chunks = []
-    for n, limit in enumerate(limits):
-        group = anchor_positions[:, n * per_chunk : (n + 1) * per_chunk]
-        limit = min(limit, context_length)
-        start = n * per_chunk * block_size
-        slots = slice(start, start + group.shape[1] * block_size)
-        chunks.append(_Chunk(slots, limit, dense_mask(group, block_size, limit)[:, None]))
+    for n, (anchors, starts) in enumerate(
+        zip(
+            anchor_positions.split(per_chunk, dim=1),
+            context_starts.split(per_chunk, dim=1),
+            strict=True,
+        )
+    ):
+        last = min(int(anchors.max()), context_length)
+        first = int(torch.where(anchors > starts, starts, last).min())
+        mask = dense_mask(anchors - first, block_size, last - first, starts - first)
+        slot = n * per_chunk * block_size
+        slots = slice(slot, slot + anchors.shape[1] * block_size)
+        chunks.append(_Chunk(slots, slice(first, last), mask[:, None]))
 
     def attend(
         q: Tensor, k_context: Tensor, v_context: Tensor, k_block: Tensor, v_block: Tensor
@@ -104,15 +128,18 @@ def chunked_attention(
 def _attend_chunk(
     chunk: _Chunk, q: Tensor, k_context: Tensor, v_context: Tensor, k_block: Tensor, v_block: Tensor
 ) -> Tensor:
-    keys = torch.cat([k_context[:, :, : chunk.context], k_block[:, :, chunk.slots]], dim=2)
-    values = torch.cat([v_context[:, :, : chunk.context], v_block[:, :, chunk.slots]], dim=2)
+    keys = torch.cat([k_context[:, :, chunk.context], k_block[:, :, chunk.slots]], dim=2)
+    values = torch.cat([v_context[:, :, chunk.context], v_block[:, :, chunk.slots]], dim=2)
     return scaled_dot_product_attention(
         q[:, :, chunk.slots], keys, values, attn_mask=chunk.mask, enable_gqa=True
     )
 
 
 def flex_mask(
-    anchor_positions: Tensor, block_size: int, context_length: int
+    anchor_positions: Tensor,
+    block_size: int,
+    context_length: int,
+    context_starts: Tensor | None = None,
 ) -> Callable[..., Tensor]:
     """Return the mask as flex attention wants it: `(batch, head, query, key) -> visible`.
 
@@ -121,10 +148,13 @@ def flex_mask(
     """
     num_blocks = anchor_positions.shape[1]
     queries = num_blocks * block_size
+    starts = torch.zeros_like(anchor_positions) if context_starts is None else context_starts
 
     def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         block = (q // block_size).clamp(max=num_blocks - 1)
-        in_context = (kv < context_length) & (kv < anchor_positions[b, block])
+        in_context = (
+            (kv < context_length) & (kv >= starts[b, block]) & (kv < anchor_positions[b, block])
+        )
         slot = kv - context_length
         in_block = (slot >= 0) & (slot < queries) & (slot // block_size == block)
         return (q < queries) & (in_context | in_block)
@@ -132,7 +162,12 @@ def flex_mask(
     return visible
 
 
-def flex_attention(anchor_positions: Tensor, block_size: int, context_length: int) -> Attend:
+def flex_attention(
+    anchor_positions: Tensor,
+    block_size: int,
+    context_length: int,
+    context_starts: Tensor | None = None,
+) -> Attend:
     """Attend with compiled flex attention (CUDA; torch has no backward for it on CPU)."""
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -140,7 +175,7 @@ def flex_attention(anchor_positions: Tensor, block_size: int, context_length: in
     queries = num_blocks * block_size
     compiled = _compiled_flex()
     mask = create_block_mask(
-        flex_mask(anchor_positions, block_size, context_length),
+        flex_mask(anchor_positions, block_size, context_length, context_starts),
         batch,
         None,
         queries,
@@ -168,13 +203,21 @@ def _compiled_flex() -> Callable[..., Tensor]:
 
 
 def training_attention(
-    name: AttentionName, anchor_positions: Tensor, block_size: int, context_length: int
+    name: AttentionName,
+    anchor_positions: Tensor,
+    block_size: int,
+    context_length: int,
+    context_starts: Tensor | None = None,
 ) -> Attend:
     """Return the attention of a training batch; `auto` is flex on CUDA, chunked elsewhere."""
     if name == "auto":
         name = "flex" if anchor_positions.is_cuda else "chunked"
-    makers = {"dense": dense_attention, "chunked": chunked_attention, "flex": flex_attention}
-    return makers[name](anchor_positions, block_size, context_length)
+    makers: dict[str, Callable[..., Attend]] = {
+        "dense": dense_attention,
+        "chunked": chunked_attention,
+        "flex": flex_attention,
+    }
+    return makers[name](anchor_positions, block_size, context_length, context_starts)
 
 
 def full_attention(

@@ -1,0 +1,179 @@
+"""Prompts -> samples on disk, once for every run on the same prompts, tokenizer and answers.
+
+One stretch of the data is in memory at a time.
+"""
+
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tqdm import tqdm
+
+from dflash_lightning.data.answers import Answers
+from dflash_lightning.data.blocks import anchor_candidates
+from dflash_lightning.data.chats import target_samples, user_turns
+from dflash_lightning.data.files import only_writer
+from dflash_lightning.data.prepare import AnswerBook, cache_key, windows
+from dflash_lightning.data.prompts import Prompt, PromptSource, Split
+from dflash_lightning.data.rows import BadRows, good_rows
+from dflash_lightning.data.sample_store import SampleStore, write_samples
+from dflash_lightning.data.samples import Sample, chat_samples, prompt_ids, text_samples
+from dflash_lightning.data.summary import Summary
+from dflash_lightning.errors import UserError
+from dflash_lightning.target import Target
+from dflash_lightning.target_spec import TargetSpec
+
+log = logging.getLogger(__name__)
+
+PROMPTS_PER_CHUNK = 64
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How samples are made of prompts; its fields are those of the data module."""
+
+    prompts: PromptSource
+    spec: TargetSpec
+    responses: Literal["target", "given"]
+    answers: Answers
+    max_new_tokens: int
+    max_length: int
+    cache_dir: Path
+
+    def build(self, split: Split, load_target: Callable[[], Target]) -> tuple[SampleStore, Summary]:
+        """Return a split's samples, and what making them gave; made now if the cache lacks them.
+
+        A source without a fingerprint is read every time; the store is then named by what it holds.
+
+        Raises:
+            UserError: Too many prompts are bad, or no sample has a possible anchor.
+        """
+        identity = self.prompts.fingerprint()
+        answered = [self.answers.identity(), self.max_new_tokens]
+        key = cache_key(
+            identity,
+            split,
+            self.spec.fingerprint,
+            self.max_length,
+            answered if self.responses == "target" else "given",
+        )
+        folder = self.cache_dir / "samples" / key
+        if identity is None or not (folder / "whole").is_dir():
+            with only_writer(folder, "samples"):
+                if identity is None or not (folder / "whole").is_dir():
+                    folder = self._write(split, load_target, folder, named=identity is not None)
+        found = SampleStore(folder / "whole")
+        if found.left_out:
+            log.info(
+                "%s: %d of %d samples have no possible anchor and are left out",
+                split,
+                found.left_out,
+                found.left_out + len(found),
+            )
+        return found, Summary.read(folder / "whole" / "summary.json")
+
+    def _write(
+        self, split: Split, load_target: Callable[[], Target], folder: Path, named: bool
+    ) -> Path:
+        """Write the samples into `folder`, or, if it isn't `named`, into one named by its content."""
+        partial, summary = folder / "partial", Summary()
+        held_out = () if split == "train" else self._decodable(split)
+        made = write_samples(partial, self._usable(split, load_target, summary), held_out)
+        if made.left_out and not len(made):
+            shutil.rmtree(partial)
+            raise UserError(
+                f"data: no {split} sample has two supervised tokens in a row within "
+                f"data.max_length={self.max_length}; raise max_length or max_new_tokens, or check "
+                "where the answers lie"
+            )
+        summary.write(partial / "summary.json")
+        home = folder if named else folder.with_name(made.content)
+        home.mkdir(exist_ok=True)
+        if (home / "whole").is_dir():
+            shutil.rmtree(partial)
+        else:
+            partial.rename(home / "whole")
+        return home
+
+    def _usable(
+        self, split: Split, load_target: Callable[[], Target], summary: Summary
+    ) -> Iterator[Sample | None]:
+        """Yield the samples, None for one that has no possible anchor within `max_length`."""
+        prompts = self.prompts.stream(split)
+        bad = BadRows(self.prompts.max_bad_share, log.warning)
+        if self.responses == "given":
+            made = tqdm(self._given(prompts, bad, summary), f"{split} samples", unit="", delay=5)
+        else:
+            made = self._own(prompts, split, load_target, bad, summary)
+        for sample in made:
+            cut = sample.cut(self.max_length)
+            yield cut if len(anchor_candidates(cut.loss_mask)) else None
+
+    def _own(
+        self,
+        prompts: Iterator[Prompt],
+        split: Split,
+        load_target: Callable[[], Target],
+        bad: BadRows,
+        summary: Summary,
+    ) -> Iterator[Sample]:
+        """Yield the prompts with the target's answers."""
+        book = AnswerBook(
+            self.answers,
+            self.spec,
+            load_target,
+            self.max_new_tokens,
+            self.cache_dir,
+            self.prompts.count(split),
+        )
+        try:
+            yield from target_samples(prompts, book, self.spec, self.max_length, bad, summary)
+        finally:
+            book.close()
+
+    def _given(self, prompts: Iterator[Prompt], bad: BadRows, summary: Summary) -> Iterator[Sample]:
+        """Yield the prompts with the answers they came with."""
+        spec = self.spec
+        for chunk in windows(prompts, PROMPTS_PER_CHUNK):
+            texts = [p.text for p in chunk if p.text is not None]
+            chats = [p.messages for p in chunk if p.text is None]
+            of_texts = iter(text_samples(spec.tokenizer, texts, self.max_length))
+            of_chats = iter(chat_samples(spec.tokenizer, chats, spec.stop_ids, self.max_length))
+            for prompt in chunk:
+                made = next(of_chats if prompt.text is None else of_texts)
+                if isinstance(made, UserError):
+                    bad.add(UserError(f"{prompt.source}: {made}"))
+                    continue
+                bad.good()
+                summary.sample(made)
+                yield made
+        bad.end()
+        summary.bad_rows += bad.bad
+
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        messages = list(prompt.messages)
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        user_turns(prompt)
+        try:
+            return prompt_ids(self.spec.tokenizer, messages)
+        except UserError as error:
+            raise UserError(f"{prompt.source}: {error}") from error
+
+    def _decodable(self, split: Split) -> Iterator[list[int]]:
+        """Yield the prompts that evaluation decodes.
+
+        Chats up to the last answer, texts up to their middle.
+        """
+
+        def use(prompt: Prompt) -> list[int]:
+            if prompt.text is None:
+                return self._prompt_ids(prompt)
+            ids = list(self.spec.tokenizer(prompt.text).input_ids)
+            return ids[: max(1, len(ids) // 2)]
+
+        found = good_rows(self.prompts.stream(split), use, BadRows(1.0, log.debug))
+        return (ids for ids in found if ids)
