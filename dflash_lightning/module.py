@@ -12,20 +12,21 @@ from torch.optim import Optimizer
 from dflash_lightning.checkpoints import check_checkpoint
 from dflash_lightning.data.blocks import Batch
 from dflash_lightning.data.datamodule import DFlashDataModule
-from dflash_lightning.data.draft_vocab import choose_draft_vocab, to_draft_rows
+from dflash_lightning.data.draft_vocab import choose_draft_vocab
 from dflash_lightning.decoding.loop import decode
 from dflash_lightning.decoding.outcome import Decoded
 from dflash_lightning.decoding.proposer import DrafterProposer, decoding_copy
-from dflash_lightning.drafter.attention import AttentionName, training_attention
+from dflash_lightning.drafter.attention import AttentionName
 from dflash_lightning.drafter.config import drafter_config
 from dflash_lightning.drafter.model import Drafter
+from dflash_lightning.drafter.training import training_hidden
 from dflash_lightning.errors import UserError
-from dflash_lightning.losses import LossOutput, chunked_loss
+from dflash_lightning.losses import LossOutput
 from dflash_lightning.metrics import AcceptanceBySlot, WeightedMean, acceptance_scalars
+from dflash_lightning.objective import Objective
 from dflash_lightning.optimizer import adamw_with_cosine
 from dflash_lightning.stopwatch import Stopwatch
 from dflash_lightning.target import Target, load_target
-from dflash_lightning.target_head import OutputHead
 from dflash_lightning.target_spec import TargetConfig
 
 log = logging.getLogger(__name__)
@@ -81,8 +82,7 @@ class DFlashModule(pl.LightningModule):
         self.train_loss, self.val_loss = WeightedMean(), WeightedMean()
         self.acceptance = AcceptanceBySlot(block_size - 1)
         self.supervised_tokens, self.target_time = 0, Stopwatch()
-        self._head: OutputHead | None = None
-        self._draft_rows: Tensor | None = None
+        self._objective: Objective | None = None
         self._train_position: dict[str, int] | None = None
 
     # ---- building --------------------------------------------------------------------------------
@@ -122,58 +122,28 @@ class DFlashModule(pl.LightningModule):
             raise UserError("data: DFlashModule needs a DFlashDataModule")
         return data
 
-    def _draft_head(self) -> OutputHead:
-        """Return the target's head over the draft vocabulary; the rows are copied once."""
-        if self._head is None:
-            assert self.target is not None
-            ids = getattr(self.drafter, "draft_ids", None)
-            if ids is None:
-                self._head = self.target.head
-            else:
-                self._head = self.target.head.rows(ids)
-                self._draft_rows = to_draft_rows(ids, self.target.num_embeddings)
-        return self._head
-
     # ---- one step --------------------------------------------------------------------------------
 
     def block_hidden(self, batch: Batch) -> Tensor:
         """Return the drafter's hidden states `[B, N, K, H]` of a batch's blocks."""
         assert self.target is not None
-        starts = batch.document_starts
-        hidden = batch.target_hidden
-        if hidden is None:
+        states = batch.target_hidden
+        if states is None:
             with self.target_time:
-                hidden = self.target.document_states(batch.input_ids, batch.attention_mask, starts)
-        positions = torch.arange(starts.shape[1], device=starts.device) - starts
-        attend = training_attention(
-            self.attention,
-            batch.anchor_positions,
-            self.block_size,
-            starts.shape[1],
-            starts.gather(1, batch.anchor_positions),
-        )
-        context = self.drafter.context_key_values(hidden, positions)
-        noise = self.target.embed(batch.noise_ids.flatten(1))
-        blocks = self.drafter(noise, batch.position_ids.flatten(1), context, attend)
-        return blocks.unflatten(1, batch.noise_ids.shape[1:])
+                states = self.target.document_states(
+                    batch.input_ids, batch.attention_mask, batch.document_starts
+                )
+        return training_hidden(self.drafter, self.target, batch, states, self.attention)
 
     def block_loss(self, batch: Batch) -> tuple[LossOutput, Tensor, Tensor]:
         """Return the loss of a batch's labelled slots, its denominator, and which slots are right.
 
         Whether each slot is right is `[B, N, K-1]` bool.
         """
-        hidden = self.block_hidden(batch)
-        head = self._draft_head()
-        scored = batch.weights > 0
-        labels, weights = batch.labels[scored], batch.weights[scored]
-        if self._draft_rows is not None:
-            rows = self._draft_rows[labels]
-            weights = weights * (rows >= 0)
-            labels = rows.clamp(min=0)
-        output = chunked_loss(hidden[scored], labels, weights, head, chunk=self.loss_chunk)
-        right = (output.predictions == labels) & (weights > 0)
-        correct = torch.zeros_like(scored).masked_scatter(scored, right)
-        return output, weights.sum(), correct[..., 1:]
+        if self._objective is None:
+            assert self.target is not None
+            self._objective = Objective(self.drafter, self.target, self.loss_chunk)
+        return self._objective(self.block_hidden(batch), batch)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the loss's numerator.
@@ -294,6 +264,6 @@ class DFlashModule(pl.LightningModule):
             UserError: Architecture, target or draft vocabulary differ from the experiment's.
         """
         check_checkpoint(checkpoint, self.drafter, resuming=bool(self.trainer.training))
-        self._head = self._draft_rows = None
+        self._objective = None
         self.supervised_tokens = checkpoint["supervised_tokens"]
         self._train_position = checkpoint.get("train_position") if self.trainer.training else None

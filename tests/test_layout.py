@@ -13,6 +13,7 @@ ROOMS = [
     "drafter",
     "losses",
     "metrics",
+    "objective",
     "decoding",
     "checkpoints",
     "optimizer",

@@ -461,7 +461,7 @@ def test_validation_counts_labels_outside_the_draft_vocabulary(lab: Lab) -> None
     data = lab.data()
     module, _ = lab.ready(data, draft_vocab=1)
     module.drafter.draft_ids.copy_(unused_tokens(data, 1))
-    module._head = None
+    module._objective = None
     module.acceptance.reset()
     for batch in data.val_dataloader():
         module.validation_step(batch, 0)
