@@ -78,7 +78,7 @@ class Recipe:
     def _write(
         self, split: Split, load_target: Callable[[], Target], folder: Path, named: bool
     ) -> Path:
-        """Write the samples into `folder`, or, if it isn't `named`, into one named by its content."""
+        """Write the samples into `folder`; without a name of its own, into one named by content."""
         partial, summary = folder / "partial", Summary()
         held_out = () if split == "train" else self._decodable(split)
         made = write_samples(partial, self._usable(split, load_target, summary), held_out)
