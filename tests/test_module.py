@@ -687,6 +687,28 @@ def test_decoding_uses_the_weights_of_the_moment(lab: Lab, how: str) -> None:
     assert module.decode(prompt, 10).accept_len > 2
 
 
+# ---- stored states -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_losses_are_the_same_with_stored_states(lab: Lab, packing: bool) -> None:
+    """Also validation; in float32, where only the order of sums differs."""
+    found, scores = [], []
+    for features in ("online", "store"):
+        module, watch = lab.module(), Watch()
+        data = lab.data(features=features, packing=packing, max_length=64)
+        fit = trainer(watch, max_steps=12, max_epochs=-1, limit_val_batches=1.0)
+        fit.fit(module, datamodule=data)
+        assert bool(module.target_time.uses) == (features == "online")
+        found.append(watch)
+        scores.append({k: float(v) for k, v in fit.callback_metrics.items() if "val/" in k})
+    assert len(found[0].losses) == 12
+    assert found[0].losses[-1] < found[0].losses[0] - 0.05
+    assert found[1].losses == pytest.approx(found[0].losses, rel=1e-6, abs=0)
+    assert found[1].anchors == found[0].anchors
+    assert scores[1] == pytest.approx(scores[0], rel=1e-5)
+
+
 # ---- checkpoints and resuming --------------------------------------------------------------------
 
 
