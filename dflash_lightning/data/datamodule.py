@@ -1,5 +1,6 @@
 """The LightningDataModule: prompts -> the target's answers -> samples -> anchored masked blocks."""
 
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,7 @@ from dflash_lightning.data.loading import (
     SampleDataset,
     only_item,
 )
-from dflash_lightning.data.prepare import AnswerBook
+from dflash_lightning.data.prepare import AnswerBook, write_whole
 from dflash_lightning.data.prompts import SPLITS, Prompt, PromptSource, Split
 from dflash_lightning.data.rows import BadRows, good_rows
 from dflash_lightning.data.samples import (
@@ -38,6 +39,7 @@ from dflash_lightning.data.samples import (
     prompt_ids,
     text_sample,
 )
+from dflash_lightning.data.server import ServerAnswers as ServerAnswers
 from dflash_lightning.data.sources import WordProblems
 from dflash_lightning.data.summary import Summary
 from dflash_lightning.errors import UserError
@@ -127,8 +129,7 @@ class DFlashDataModule(pl.LightningDataModule):
 
         def loaded() -> Target:
             if not target:
-                device = self.trainer.strategy.root_device if self.trainer else "cpu"
-                target.append(load_target(self.spec, device))
+                target.append(load_target(self.spec, self._device()))
             return target[0]
 
         for split in SPLITS:
@@ -146,6 +147,11 @@ class DFlashDataModule(pl.LightningDataModule):
                 )
             self.held_out_prompts[split] = [] if split == "train" else self._decodable(prompts)
 
+    def _device(self) -> torch.device:
+        if self.trainer:
+            return self.trainer.strategy.root_device
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
     def _samples(self, split: Split, loaded: Callable[[], Target]) -> Iterator[Sample]:
         prompts, bad = self.prompts.stream(split), self._bad_rows()
         summary = self.summaries[split] = Summary()
@@ -161,6 +167,9 @@ class DFlashDataModule(pl.LightningDataModule):
         )
         try:
             yield from target_samples(prompts, book, self.spec, self.max_length, bad, summary)
+            if summary.answers:
+                text = json.dumps(summary.plain(), indent=2) + "\n"
+                write_whole(book.summary_file(split), text)
         finally:
             book.close()
 
