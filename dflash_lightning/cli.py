@@ -1,7 +1,8 @@
-"""The command line: `fit`, `validate`, `test` and `predict` by LightningCLI.
+"""The command line: `prepare`, `fit`, `validate`, `test` and `predict` by LightningCLI.
 
 An experiment is one YAML file, and every key of it is a flag:
 
+python -m dflash_lightning prepare -c experiments/quickstart.yaml
 python -m dflash_lightning fit -c experiments/quickstart.yaml --model.num_layers 5
 """
 
@@ -20,6 +21,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from omegaconf.errors import OmegaConfBaseException
 from transformers.utils import logging as huggingface
 
+from dflash_lightning.console import preparation_table
 from dflash_lightning.data.datamodule import DFlashDataModule, resolve_gamma
 from dflash_lightning.errors import UserError
 from dflash_lightning.evaluation import DecodingEvaluation
@@ -55,8 +57,35 @@ class Parser(LightningArgumentParser):
         raise UserError(f"{line} (see {prog} --help)") from ex
 
 
+class Trainer(pl.Trainer):
+    """Lightning's trainer, and `prepare`, which has the keys of `fit`."""
+
+    def prepare(
+        self,
+        model: pl.LightningModule,
+        datamodule: DFlashDataModule,
+        ckpt_path: str | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Make the data that fit needs: the target's answers, and its states where stored.
+
+        Args:
+            model: Not used.
+            datamodule: Prepares its data.
+            ckpt_path: Not used; it is here so that a run's config.yaml can be prepared.
+            weights_only: Not used; likewise.
+        """
+        datamodule.prepare_data()
+        preparation_table(datamodule.summaries, datamodule.cache_dir)
+
+
 class DFlashCLI(LightningCLI):
     """LightningCLI with shared keys linked, runs named by what varies, and decoding evaluation."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Add `prepare` to Lightning's own."""
+        return {"prepare": {"model", "datamodule"}, **LightningCLI.subcommands()}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Link what model and data share; add the `decode` section."""
@@ -68,7 +97,7 @@ class DFlashCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Log to TensorBoard under the run's name unless another logger was asked for."""
         config = self.config[self.subcommand] if self.subcommand else self.config
-        if self.subcommand not in (None, "fit") and config.get("ckpt_path") is None:
+        if self.subcommand not in (None, "fit", "prepare") and config.get("ckpt_path") is None:
             raise UserError(
                 f"--ckpt_path: {self.subcommand} needs the checkpoint of a trained drafter"
             )
@@ -84,11 +113,17 @@ class DFlashCLI(LightningCLI):
             )
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """Keep `last.ckpt` unless checkpoints are off or configured otherwise."""
+        """Keep `last.ckpt` unless checkpoints are off or configured otherwise.
+
+        `prepare` gets one that was never set up: it trains nothing, and the machine may lack the
+        devices that the experiment names.
+        """
+        if self.subcommand == "prepare":
+            return Trainer.__new__(Trainer)
         own = self._get(self.config_init, "trainer.callbacks") or []
-        off = self._get(self.config_init, "trainer.enable_checkpointing") is False
+        saved = self._get(self.config_init, "trainer.enable_checkpointing") is not False
         callbacks: list[pl.Callback] = [PredictionWriter()]
-        if not off and not any(isinstance(c, ModelCheckpoint) for c in own):
+        if saved and not any(isinstance(c, ModelCheckpoint) for c in own):
             callbacks.append(ModelCheckpoint(save_last=True))
         self.trainer_defaults["callbacks"] = callbacks
         return super().instantiate_trainer(**kwargs)
@@ -220,6 +255,7 @@ def main(args: list[str] | None = None, run: bool = True) -> DFlashCLI:
             DFlashDataModule,
             args=args,
             run=run,
+            trainer_class=Trainer,
             seed_everything_default=0,
             save_config_callback=RunRecord,
             trainer_defaults=dict(TRAINER_DEFAULTS),

@@ -1,10 +1,13 @@
 """What a run says at its end."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from dflash_lightning.data.prompts import Split
+from dflash_lightning.data.summary import Summary
 from dflash_lightning.decoding.report import DecodingReport
 
 
@@ -46,3 +49,23 @@ def decoding_table(
     for name, value in rows.items():
         table.add_row(name, value)
     Console().print(table)
+
+
+def preparation_table(summaries: Mapping[Split, Summary], cache_dir: Path) -> None:
+    """Print what each prepared split holds, a column a split."""
+    found = {split: summary.plain() for split, summary in summaries.items()}
+    table = Table(title=f"prepared, in {cache_dir}", title_justify="left")
+    table.add_column()
+    for split in found:
+        table.add_column(split, justify="right")
+    for key in next(iter(found.values()), {}):
+        values = [numbers[key] for numbers in found.values()]
+        if any(values):
+            table.add_row(key.replace("_", " "), *(_cell(key, value) for value in values))
+    Console().print(table)
+
+
+def _cell(key: str, value: float | dict[str, int]) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {length}" for name, length in value.items())
+    return f"{value:.1%}" if key.startswith("share") else f"{value:,}"

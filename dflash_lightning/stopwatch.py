@@ -40,13 +40,13 @@ class Stopwatch:
         return f"{self.seconds:.1f} s in {self.uses} batches"
 
     def _mark(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
         self._events.append(event)
 
     def _read(self, keep: int) -> None:
         """Add up all but the last `keep` pairs of events."""
         while len(self._events) > 2 * keep:
             start, end = self._events.pop(0), self._events.pop(0)
-            end.synchronize()  # type: ignore[no-untyped-call]
+            end.synchronize()
             self._seconds += start.elapsed_time(end) / 1000

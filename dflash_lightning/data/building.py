@@ -3,6 +3,7 @@
 One stretch of the data is in memory at a time.
 """
 
+import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from dflash_lightning.data.answers import Answers
 from dflash_lightning.data.blocks import anchor_candidates
 from dflash_lightning.data.chats import target_samples, user_turns
 from dflash_lightning.data.files import only_writer
-from dflash_lightning.data.prepare import AnswerBook, cache_key, windows
+from dflash_lightning.data.prepare import AnswerBook, cache_key, windows, write_whole
 from dflash_lightning.data.prompts import Prompt, PromptSource, Split
 from dflash_lightning.data.rows import BadRows, good_rows
 from dflash_lightning.data.sample_store import SampleStore, write_samples
@@ -78,7 +79,7 @@ class Recipe:
     def _write(
         self, split: Split, load_target: Callable[[], Target], folder: Path, named: bool
     ) -> Path:
-        """Write the samples into `folder`, or into one named by its content if not `named`."""
+        """Write the samples into `folder`; without a name of its own, into one named by content."""
         partial, summary = folder / "partial", Summary()
         held_out = () if split == "train" else self._decodable(split)
         made = write_samples(partial, self._usable(split, load_target, summary), held_out)
@@ -131,6 +132,9 @@ class Recipe:
         )
         try:
             yield from target_samples(prompts, book, self.spec, self.max_length, bad, summary)
+            if summary.answers:
+                text = json.dumps(summary.plain(), indent=2) + "\n"
+                write_whole(book.summary_file(split), text)
         finally:
             book.close()
 

@@ -50,6 +50,7 @@ def target_samples(
                 summary.answer(answer, spec.stop_ids)
                 chat.take(answer)
             asking = [chat for chat in asking if not chat.done]
+            book.expect(len(asking))
         for sample in (sample for chat in window for sample in chat.samples()):
             summary.sample(sample)
             yield sample

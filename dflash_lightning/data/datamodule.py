@@ -25,6 +25,7 @@ from dflash_lightning.data.loading import (
 from dflash_lightning.data.packing import pack
 from dflash_lightning.data.prompts import SPLITS, PromptSource, Split
 from dflash_lightning.data.sample_store import SampleStore, TokenLists
+from dflash_lightning.data.server import ServerAnswers as ServerAnswers
 from dflash_lightning.data.sources import WordProblems
 from dflash_lightning.data.summary import Summary
 from dflash_lightning.errors import UserError
@@ -121,8 +122,7 @@ class DFlashDataModule(pl.LightningDataModule):
 
         def loaded() -> Target:
             if not target:
-                device = self.trainer.strategy.root_device if self.trainer else "cpu"
-                target.append(load_target(self.spec, device))
+                target.append(load_target(self.spec, self._device()))
             return target[0]
 
         recipe = Recipe(
@@ -148,6 +148,11 @@ class DFlashDataModule(pl.LightningDataModule):
                     self.cache_dir,
                     check,
                 )
+
+    def _device(self) -> torch.device:
+        if self.trainer:
+            return self.trainer.strategy.root_device
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def train_dataloader(self) -> DataLoader[Row]:
         """Return shuffled batches; order and anchors depend on (seed, epoch) only."""

@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Rows(Sequence[list[int]]):  # type: ignore[misc]
+class Rows(Sequence[list[int]]):
     """Which samples share a row: those of `order[starts[i] : starts[i + 1]]`."""
 
     order: npt.NDArray[np.int64]

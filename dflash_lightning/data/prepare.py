@@ -55,6 +55,7 @@ class AnswerBook:
         self.folder = cache_dir / "answers" / key
         self.total, self.asked, self.made = total, 0, 0
         self._bar: tqdm[Any] | None = None
+        self._names = hashlib.sha256()
 
     def ask(self, prompts: Sequence[Sequence[int]]) -> list[Answer]:
         """Return the answers to a window of prompts, in their order.
@@ -72,6 +73,7 @@ class AnswerBook:
             ]
             for start in range(0, len(order), size)
         }
+        self._names.update("".join(path.name for path in shards).encode())
         found: dict[int, Answer] = {}
         missing: dict[Path, list[int]] = {}
         for path, indices in shards.items():
@@ -84,6 +86,17 @@ class AnswerBook:
         if missing:
             found.update(self._make(missing, questions))
         return [found[i] for i in range(len(prompts))]
+
+    def expect(self, more: int) -> None:
+        """Expect so many answers more than was thought."""
+        if self.total is not None:
+            self.total += more
+            if self._bar is not None:
+                self._bar.total = self.total
+
+    def summary_file(self, split: str) -> Path:
+        """Return where the summary of all that was asked so far lies: beside the shards."""
+        return self.folder / f"summary_{split}_{self._names.hexdigest()[:16]}.json"
 
     def close(self) -> None:
         """End the progress bar."""

@@ -87,7 +87,7 @@ def mapped(path: Path, size: int, dtype: torch.dtype) -> Tensor:
 
 def write_shard(path: Path, states: Tensor) -> None:
     """Write states `[tokens, H]` and their checksum, whole or not at all."""
-    content = memoryview(states.contiguous().view(torch.uint8).numpy()).cast("B")
+    content = states.contiguous().view(torch.uint8).numpy().data.cast("B")
     write_whole(path, content, zlib.crc32(content).to_bytes(CHECKSUM_BYTES, "little"))
 
 
