@@ -190,11 +190,11 @@ def bare_forwards(
     block = torch.full((1, proposer.block_size), 17)
     uniform = torch.zeros(1, proposer.block_size)
     proposer.begin(1)
-    proposer.observe(output.hidden, torch.tensor([len(prompt)]))
+    proposer.observe(output.hidden, torch.tensor([len(prompt)]), prompt[None])
     draft, verify = [], []
     for _ in range(repeats):
         start = time.perf_counter()
-        proposer.observe(output.hidden[:, :2], torch.tensor([2]))
+        proposer.observe(output.hidden[:, :2], torch.tensor([2]), prompt[None, :2])
         proposer.propose(block[:, 0], GREEDY, uniform, None)
         middle = time.perf_counter()
         target.forward(block, None, cache.positions(proposer.block_size), cache, logits_to_keep=0)
