@@ -23,6 +23,7 @@ from transformers.utils import logging as huggingface
 
 from dflash_lightning.console import preparation_table
 from dflash_lightning.data.datamodule import DFlashDataModule, resolve_gamma
+from dflash_lightning.drafter.axes import Axes, noise_of
 from dflash_lightning.errors import UserError
 from dflash_lightning.evaluation import DecodingEvaluation
 from dflash_lightning.module import DFlashModule
@@ -92,6 +93,8 @@ class DFlashCLI(LightningCLI):
         for key in LINKS:
             parser.link_arguments(f"model.{key}", f"data.{key}")
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
+        ways = "model.axes.drafting", "model.axes.denoising_steps"
+        parser.link_arguments(ways, "data.noise", compute_fn=noise_of)
         parser.add_lightning_class_args(DecodingEvaluation, "decode")
 
     def before_instantiate_classes(self) -> None:
@@ -198,14 +201,19 @@ class PredictionWriter(pl.Callback):
 
 
 def run_name(config: Namespace) -> str:
-    """Return a run's name: depth, block size, gamma, taps and seed, as in `d5-k16-g7-t5-s0`."""
+    """Return a run's name: depth, block size, gamma, taps, other axes off their defaults, and seed.
+
+    As in `d5-k16-g7-t5-s0` or `d1-k8-g4-t3-input-ar-s0`.
+    """
     model = config.model
     gamma = resolve_gamma(model.loss_decay_gamma, model.block_size)
     taps = model.target.target_layer_ids
     count = model.target.num_taps if taps is None else len(taps)
     decay = "uniform" if gamma is None else f"{gamma:g}"
+    axes = Axes(**dict(model.axes.items())).short_name
     return (
-        f"d{model.num_layers}-k{model.block_size}-g{decay}-t{count}-s{int(config.seed_everything)}"
+        f"d{model.num_layers}-k{model.block_size}-g{decay}-t{count}{axes}"
+        f"-s{int(config.seed_everything)}"
     )
 
 

@@ -17,6 +17,7 @@ from dflash_lightning.decoding.loop import decode
 from dflash_lightning.decoding.outcome import Decoded
 from dflash_lightning.decoding.proposer import DrafterProposer, decoding_copy
 from dflash_lightning.drafter.attention import AttentionName
+from dflash_lightning.drafter.axes import Axes
 from dflash_lightning.drafter.config import drafter_config
 from dflash_lightning.drafter.model import Drafter
 from dflash_lightning.drafter.training import training_hidden
@@ -42,6 +43,7 @@ class DFlashModule(pl.LightningModule):
         target: Which language model is drafted for, and where it is tapped.
         block_size: K: the anchor and the K-1 tokens drafted after it (16 drafts 15).
         num_layers: Drafter layers (depth); independent of the taps.
+        axes: The architecture's other axes; the defaults are DFlash as published.
         draft_vocab: How many target tokens the drafter can say, the most frequent in the training
             answers; null means all.
         loss_decay_gamma: Slot k weighs exp(-(k-1)/gamma). auto is the paper's: 16 -> 7, 10 -> 5,
@@ -61,6 +63,7 @@ class DFlashModule(pl.LightningModule):
         target: TargetConfig = TargetConfig(),  # noqa: B008
         block_size: int = 16,
         num_layers: int = 5,
+        axes: Axes = Axes(),  # noqa: B008
         draft_vocab: int | None = None,
         loss_decay_gamma: float | Literal["auto", "uniform"] = "auto",
         intermediate_size: int | None = None,
@@ -72,6 +75,7 @@ class DFlashModule(pl.LightningModule):
     ) -> None:
         super().__init__()
         self.target_config, self.block_size, self.num_layers = target, block_size, num_layers
+        self.axes = axes.check(num_layers, block_size)
         self.draft_vocab, self.loss_decay_gamma = draft_vocab, loss_decay_gamma
         self.intermediate_size = intermediate_size
         self.lr, self.weight_decay, self.warmup_ratio = lr, weight_decay, warmup_ratio
@@ -109,6 +113,7 @@ class DFlashModule(pl.LightningModule):
                 target_revision=self.target_config.revision,
                 target_dtype=self.target_config.dtype,
                 target_fingerprint=self.target.fingerprint,
+                axes=self.axes,
             )
         )
         if self.draft_vocab is not None:
@@ -128,7 +133,7 @@ class DFlashModule(pl.LightningModule):
         """Return the drafter's hidden states `[B, N, K, H]` of a batch's blocks."""
         assert self.target is not None
         states = batch.target_hidden
-        if states is None:
+        if states is None and self.drafter.config.injection != "none":
             with self.target_time:
                 states = self.target.document_states(
                     batch.input_ids, batch.attention_mask, batch.document_starts

@@ -11,7 +11,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from dflash_lightning.data.answers import Answers, LocalAnswers
-from dflash_lightning.data.blocks import Anchors, BlockCollator, RandomAnchors, default_gamma
+from dflash_lightning.data.blocks import (
+    Anchors,
+    BlockCollator,
+    Noise,
+    RandomAnchors,
+    default_gamma,
+)
 from dflash_lightning.data.building import Recipe
 from dflash_lightning.data.features import FeatureStore, build_store
 from dflash_lightning.data.loading import (
@@ -48,6 +54,7 @@ class DFlashDataModule(pl.LightningDataModule):
         target: The target; linked to `model.target`, say it there.
         block_size: Linked to `model.block_size`, say it there.
         loss_decay_gamma: Linked to `model.loss_decay_gamma`, say it there.
+        noise: Follows from `model.axes`.
         responses: `target`: the frozen target answers the prompts, once (the paper's way); of a
             chat it answers each user turn in turn, and all its answers are supervised. `given`:
             supervise the answers that the prompts come with, or all of a plain text.
@@ -74,6 +81,7 @@ class DFlashDataModule(pl.LightningDataModule):
         target: TargetConfig = TargetConfig(),  # noqa: B008
         block_size: int = 16,
         loss_decay_gamma: float | Literal["auto", "uniform"] = "auto",
+        noise: Noise = "masked",
         responses: Literal["target", "given"] = "target",
         answers: Answers = LocalAnswers(),  # noqa: B008
         max_new_tokens: int = 2048,
@@ -94,6 +102,7 @@ class DFlashDataModule(pl.LightningDataModule):
         self.max_new_tokens, self.max_length = max_new_tokens, max_length
         self.cache_dir = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
         self.seed, self.num_workers = seed, num_workers
+        self.noise: Noise = noise
         self.gamma = resolve_gamma(loss_decay_gamma, block_size)
         self.summaries: dict[Split, Summary] = {}
         self.samples: dict[Split, SampleStore] = {}
@@ -178,7 +187,12 @@ class DFlashDataModule(pl.LightningDataModule):
         samples = self.samples[split]
         rows = pack(samples.lengths, self.max_length, self.seed) if self.packing else None
         collate = BlockCollator(
-            self.anchors, self.block_size, self.spec.mask_token_id, self.gamma, self.seed
+            self.anchors,
+            self.block_size,
+            self.spec.mask_token_id,
+            self.gamma,
+            self.seed,
+            "masked" if self.noise == "random" and not shuffle else self.noise,
         )
         rank, world = (
             (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)

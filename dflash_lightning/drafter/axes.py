@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from dflash_lightning.data.blocks import Noise
 from dflash_lightning.errors import UserError
 
 
@@ -44,8 +45,24 @@ class Axes:
             UserError: A value is out of range, or two values make no sense together.
         """
         for key, problem in self._problems(num_layers, block_size):
-            raise UserError(f"model.{key}: {problem}")
+            place = "model" if key in ("num_layers", "block_size") else "model.axes"
+            raise UserError(f"{place}.{key}: {problem}")
         return self
+
+    @property
+    def short_name(self) -> str:
+        """What is not published DFlash, as part of a run's name: `-input-ar`; empty if all is."""
+        layers = "" if self.sliding_layers is None else "l" + "".join(map(str, self.sliding_layers))
+        words = (
+            (self.fusion == "per_layer", "perlayer"),
+            (self.injection != "kv", self.injection),
+            (self.drafting == "autoregressive", "ar"),
+            (self.denoising_steps > 1, f"steps{self.denoising_steps}"),
+            (self.in_block == "causal", "causal"),
+            (self.sliding_window is not None, f"w{self.sliding_window}{layers}"),
+            (self.markov_rank is not None, f"markov{self.markov_rank}"),
+        )
+        return "".join(f"-{word}" for applies, word in words if applies)
 
     def _problems(self, num_layers: int, block_size: int) -> list[tuple[str, str]]:
         autoregressive, iterative = self.drafting == "autoregressive", self.denoising_steps > 1
@@ -122,3 +139,10 @@ class Axes:
             ),
         )
         return [(key, problem) for wrong, key, problem in rules if wrong]
+
+
+def noise_of(drafting: str, denoising_steps: int) -> Noise:
+    """Return what the slots of training blocks hold."""
+    if drafting == "autoregressive":
+        return "tokens"
+    return "random" if denoising_steps > 1 else "masked"
