@@ -137,7 +137,7 @@ def shown_slots(count: int, block_size: int, generator: torch.Generator) -> Tens
     share = torch.rand(count, 1, generator=generator)
     numbers = torch.rand(count, block_size, generator=generator)
     numbers[:, 0] = torch.inf  # the anchor is shown anyway
-    return (numbers < share) & (numbers > numbers[:, 1:].amin(dim=1, keepdim=True))
+    return (numbers < share) & (numbers < numbers[:, 1:].amax(dim=1, keepdim=True))
 
 
 def make_blocks(
