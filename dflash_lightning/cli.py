@@ -9,6 +9,7 @@ python -m dflash_lightning fit -c experiments/quickstart.yaml --model.num_layers
 import dataclasses
 import json
 import logging
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +22,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from omegaconf.errors import OmegaConfBaseException
 from transformers.utils import logging as huggingface
 
+from dflash_lightning.configs import with_bases
 from dflash_lightning.console import preparation_table
 from dflash_lightning.data.datamodule import DFlashDataModule, resolve_gamma
 from dflash_lightning.drafter.axes import Axes, noise_of
@@ -89,7 +91,9 @@ class DFlashCLI(LightningCLI):
         return {"prepare": {"model", "datamodule"}, **LightningCLI.subcommands()}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Link what model and data share; add the `decode` section."""
+        """Link what model and data share; add the `decode` section and `base`."""
+        about = "Another experiment, beside this file, whose keys hold where this one says nothing."
+        parser.add_argument("--base", type=str | None, default=None, help=about)
         for key in LINKS:
             parser.link_arguments(f"model.{key}", f"data.{key}")
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
@@ -143,6 +147,7 @@ class RunRecord(SaveConfigCallback):
         """The configuration as plain types."""
         text = self.parser.dump(self.config, skip_none=False, format="json")
         found: dict[str, Any] = json.loads(text)
+        found.pop("base", None)  # its keys are all here
         return found
 
     def save_config(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -261,7 +266,7 @@ def main(args: list[str] | None = None, run: bool = True) -> DFlashCLI:
         return DFlashCLI(
             DFlashModule,
             DFlashDataModule,
-            args=args,
+            args=with_bases(sys.argv[1:] if args is None else args),
             run=run,
             trainer_class=Trainer,
             seed_everything_default=0,

@@ -27,6 +27,7 @@ ROOMS = [
     "streaming",
     "generate",
     "commands",
+    "configs",
     "cli",
     "__main__",
 ]
