@@ -142,7 +142,7 @@ class DFlashModule(pl.LightningModule):
         starts = batch.document_starts
         hidden = batch.target_hidden
         if hidden is None:
-            with self.target_time:
+            with self.target_time, torch.autocast(self.device.type, enabled=False):
                 hidden = self.target.document_states(batch.input_ids, batch.attention_mask, starts)
         positions = torch.arange(starts.shape[1], device=starts.device) - starts
         attend = training_attention(
