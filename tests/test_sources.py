@@ -90,7 +90,6 @@ def test_what_a_data_set_lacks_is_said(
     assert "leave out validation" in one_line_error(
         HuggingFacePrompts(path=saved, columns=COLUMNS, val="validation")
     )
-    assert "name a data set" in one_line_error(HuggingFacePrompts())
     (tmp_path / "empty").mkdir()
     assert "can't open" in one_line_error(HuggingFacePrompts(path=str(tmp_path / "empty")))
     monkeypatch.setattr("datasets.load_dataset", unreachable)

@@ -66,6 +66,11 @@ def test_impossible_share_is_refused(held_out: int | float) -> None:
         deal(100, held_out)
 
 
+def test_negative_limit_is_refused() -> None:
+    with pytest.raises(UserError, match=r"data\.prompts\.limit: needs 0 or more, got -1"):
+        deal(10, 1, limit=-1)
+
+
 def test_held_out_rows_are_spread_over_the_file() -> None:
     """A file sorted by topic: each of its ten topics is held out from."""
     dealt = deal(1000, 10)
