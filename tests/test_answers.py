@@ -66,6 +66,14 @@ def test_first_tokens_have_the_targets_distribution(
     assert chi < freedom + 5 * math.sqrt(2 * freedom) + 5
 
 
+def test_prompts_draw_independently() -> None:
+    """Equal logits, other prompts: they must not all take the same path through the sums."""
+    batch = [Question([n, 5], 1) for n in range(50)]
+    processors: Any = LocalAnswers(temperature=1.0)._processors(batch, 1, 2)
+    ids = torch.tensor([q.ids for q in batch])
+    assert len(set(processors(ids, torch.zeros(50, 30)).argmax(-1).tolist())) > 15
+
+
 def test_limits_within_the_context_window(tmp_path: Path) -> None:
     """The window of 256 leaves a long prompt less room than its batch."""
     target = tiny_target("llama_untied")
