@@ -21,6 +21,7 @@ from test_chats import spec_of
 from tiny import EOS, VOCAB, tiny_model, tiny_tokenizer
 
 from dflash_lightning.data.answers import Answer
+from dflash_lightning.data.client import Client
 from dflash_lightning.data.prepare import AnswerBook, windows
 from dflash_lightning.data.server import Question as Asked
 from dflash_lightning.data.server import ServerAnswers, read_answer
@@ -251,7 +252,7 @@ def test_key_is_sent_and_shown_nowhere(
     assert "slow down, Bearer ***" in str(caught.value)
     written = "".join(f.read_text() for f in tmp_path.rglob("*") if f.is_file())
     assert secret not in str(caught.value) + caplog.text + repr(answers) + written
-    assert secret not in repr(answers._client)
+    assert secret not in repr(Client([server.url], secret))
 
 
 def test_sampling_reaches_the_server_with_a_seed_per_prompt(tmp_path: Path) -> None:
