@@ -134,9 +134,9 @@ class Recipe:
         )
         try:
             yield from target_samples(prompts, book, self.spec, self.max_length, bad, summary)
-            if summary.answers:
-                text = json.dumps(summary.plain(), indent=2) + "\n"
-                write_whole(book.summary_file(split), text)
+            file = book.summary_file(split)
+            if summary.answers and (book.made or not file.is_file()):
+                write_whole(file, json.dumps(summary.plain(), indent=2) + "\n")
         finally:
             book.close()
 
