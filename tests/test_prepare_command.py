@@ -72,7 +72,7 @@ def in_python(experiment: Path, cache: Path) -> None:
 
 def contents(cache: Path) -> dict[str, bytes]:
     """Return all prepared files but leftovers of killed processes."""
-    files = [f for f in cache.rglob("*") if f.is_file() and ".partial" not in f.name]
+    files = [f for f in cache.rglob("*") if f.is_file() and ".partial" not in str(f)]
     return {str(f.relative_to(cache)): f.read_bytes() for f in files if "lock" not in f.name}
 
 

@@ -80,7 +80,7 @@ class Recipe:
         self, split: Split, load_target: Callable[[], Target], folder: Path, named: bool
     ) -> Path:
         """Write the samples into `folder`; without a name of its own, into one named by content."""
-        partial, summary = folder / "partial", Summary()
+        partial, summary = folder / "whole.partial", Summary()
         held_out = () if split == "train" else self._decodable(split)
         made = write_samples(partial, self._usable(split, load_target, summary), held_out)
         if made.left_out and not len(made):
