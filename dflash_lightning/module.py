@@ -134,7 +134,7 @@ class DFlashModule(pl.LightningModule):
         assert self.target is not None
         states = batch.target_hidden
         if states is None and self.drafter.config.injection != "none":
-            with self.target_time:
+            with self.target_time, torch.autocast(self.device.type, enabled=False):
                 states = self.target.document_states(
                     batch.input_ids, batch.attention_mask, batch.document_starts
                 )
