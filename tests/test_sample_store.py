@@ -103,7 +103,7 @@ def test_tokenizing_a_beginning_is_tokenizing_all_and_cutting(
     monkeypatch.setattr(tokenizing, "SURE_AFTER", 16)
     tokenizer, rng = tiny_tokenizer(), random.Random(0)
     texts = [
-        "".join(rng.choice(["a", "b", " ", "<|im_end|>"]) for _ in range(rng.randrange(400)))
+        "".join(rng.choice([*"ab " * 9, "<|im_end|>"]) for _ in range(rng.randrange(400)))
         for _ in range(30)
     ]
     chats = [
@@ -238,6 +238,19 @@ def test_a_killed_build_leaves_nothing_half(target_folder: Path, tmp_path: Path)
     data = ready_data(target_folder, tmp_path, listed(200, name="a"), responses="given")
     assert len(data.samples["train"]) == 200
     assert not list((tmp_path / "samples").rglob("*.partial"))
+
+
+@pytest.mark.parametrize("name", ["ids.bin", "loss_mask.bin", "ids_starts.npy", "store.json"])
+@pytest.mark.parametrize("source", ["a", None])
+def test_samples_that_are_not_whole_are_made_again(
+    target_folder: Path, tmp_path: Path, name: str, source: str | None
+) -> None:
+    data = ready_data(target_folder, tmp_path, listed(5, name=source), responses="given")
+    expected = list(data.samples["train"])
+    file = data.samples["train"].folder / name
+    file.write_bytes(file.read_bytes()[:-1])
+    again = ready_data(target_folder, tmp_path, listed(5, name=source), responses="given")
+    assert all(same(a, b) for a, b in zip(again.samples["train"], expected, strict=True))
 
 
 def test_a_changed_file_is_read_again(target_folder: Path, tmp_path: Path) -> None:
