@@ -95,11 +95,12 @@ def test_digests_change_with_what_they_stand_for(tmp_path: Path) -> None:
 # ---- tokenizing long rows in part ----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("characters", [1, 2])
 @pytest.mark.parametrize("max_length", [1, 20, 60, 200])
 def test_tokenizing_a_beginning_is_tokenizing_all_and_cutting(
-    monkeypatch: pytest.MonkeyPatch, max_length: int
+    monkeypatch: pytest.MonkeyPatch, max_length: int, characters: int
 ) -> None:
-    monkeypatch.setattr(tokenizing, "CHARACTERS_PER_TOKEN", 1)
+    monkeypatch.setattr(tokenizing, "CHARACTERS_PER_TOKEN", characters)
     monkeypatch.setattr(tokenizing, "SURE_AFTER", 16)
     tokenizer, rng = tiny_tokenizer(), random.Random(0)
     texts = [
