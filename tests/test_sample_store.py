@@ -121,6 +121,17 @@ def test_tokenizing_a_beginning_is_tokenizing_all_and_cutting(
             assert same(a, b.cut(max_length))
 
 
+def test_a_stop_token_inside_a_cut_answer_is_not_taken_for_its_end() -> None:
+    answer = "ab<|im_end|>" + "b" * 2000
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
+    (whole,) = chat_samples(tiny_tokenizer(), [chat])
+    (found,) = chat_samples(tiny_tokenizer(), [chat], None, 60)
+    assert isinstance(whole, Sample)
+    assert isinstance(found, Sample)
+    assert same(found, whole.cut(60))
+    assert found.loss_mask[-1]
+
+
 def test_only_a_beginning_of_a_long_row_is_tokenized() -> None:
     tokenizer = tiny_tokenizer()
     seen: list[int] = []
