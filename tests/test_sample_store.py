@@ -95,15 +95,16 @@ def test_digests_change_with_what_they_stand_for(tmp_path: Path) -> None:
 # ---- tokenizing long rows in part ----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("characters", [1, 2])
 @pytest.mark.parametrize("max_length", [1, 20, 60, 200])
 def test_tokenizing_a_beginning_is_tokenizing_all_and_cutting(
-    monkeypatch: pytest.MonkeyPatch, max_length: int
+    monkeypatch: pytest.MonkeyPatch, max_length: int, characters: int
 ) -> None:
-    monkeypatch.setattr(tokenizing, "CHARACTERS_PER_TOKEN", 1)
+    monkeypatch.setattr(tokenizing, "CHARACTERS_PER_TOKEN", characters)
     monkeypatch.setattr(tokenizing, "SURE_AFTER", 16)
     tokenizer, rng = tiny_tokenizer(), random.Random(0)
     texts = [
-        "".join(rng.choice(["a", "b", " ", "<|im_end|>"]) for _ in range(rng.randrange(400)))
+        "".join(rng.choice([*"ab " * 9, "<|im_end|>"]) for _ in range(rng.randrange(400)))
         for _ in range(30)
     ]
     chats = [
@@ -118,6 +119,17 @@ def test_tokenizing_a_beginning_is_tokenizing_all_and_cutting(
             assert isinstance(a, Sample)
             assert isinstance(b, Sample)
             assert same(a, b.cut(max_length))
+
+
+def test_a_stop_token_inside_a_cut_answer_is_not_taken_for_its_end() -> None:
+    answer = "ab<|im_end|>" + "b" * 2000
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
+    (whole,) = chat_samples(tiny_tokenizer(), [chat])
+    (found,) = chat_samples(tiny_tokenizer(), [chat], None, 60)
+    assert isinstance(whole, Sample)
+    assert isinstance(found, Sample)
+    assert same(found, whole.cut(60))
+    assert found.loss_mask[-1]
 
 
 def test_only_a_beginning_of_a_long_row_is_tokenized() -> None:
@@ -238,6 +250,19 @@ def test_a_killed_build_leaves_nothing_half(target_folder: Path, tmp_path: Path)
     data = ready_data(target_folder, tmp_path, listed(200, name="a"), responses="given")
     assert len(data.samples["train"]) == 200
     assert not list((tmp_path / "samples").rglob("*.partial"))
+
+
+@pytest.mark.parametrize("name", ["ids.bin", "loss_mask.bin", "ids_starts.npy", "store.json"])
+@pytest.mark.parametrize("source", ["a", None])
+def test_samples_that_are_not_whole_are_made_again(
+    target_folder: Path, tmp_path: Path, name: str, source: str | None
+) -> None:
+    data = ready_data(target_folder, tmp_path, listed(5, name=source), responses="given")
+    expected = list(data.samples["train"])
+    file = data.samples["train"].folder / name
+    file.write_bytes(file.read_bytes()[:-1])
+    again = ready_data(target_folder, tmp_path, listed(5, name=source), responses="given")
+    assert all(same(a, b) for a, b in zip(again.samples["train"], expected, strict=True))
 
 
 def test_a_changed_file_is_read_again(target_folder: Path, tmp_path: Path) -> None:

@@ -113,6 +113,10 @@ def test_without_check_only_sizes_are_compared(tmp_path: Path) -> None:
     content[0] ^= 1
     victim.write_bytes(content)
     build(tmp_path, target, samples, load_target=never, check=False)
+    victim.write_bytes(content[:-1])
+    again = build(tmp_path, target, samples, check=False)
+    assert_same_states(again[2], expected_states(target, samples[2]))
+    assert shards.is_sound(victim)
 
 
 def test_bytes_are_read_once_a_process(tmp_path: Path) -> None:

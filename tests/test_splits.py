@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def prompt(text: str) -> Prompt:
 
 def deal(count: int, held_out: int | float, limit: int | None = None, **parts: Any) -> Deal:
     def read(part: str) -> Iterator[Row]:
-        return (prompt(f"{i}") for i in range(count))
+        return (partial(prompt, f"{i}") for i in range(count))
 
     return Deal({"train": "t", **parts}, read, held_out, limit, 0.05)
 
@@ -84,7 +85,7 @@ def test_a_stream_starts_again_and_reads_no_further_than_asked() -> None:
     def read(part: str) -> Iterator[Row]:
         for i in range(100):
             taken.append(i)
-            yield prompt(f"{i}")
+            yield partial(prompt, f"{i}")
 
     dealt = Deal({"train": "t"}, read, 10, None, 0.05)
     taken.clear()
@@ -92,6 +93,18 @@ def test_a_stream_starts_again_and_reads_no_further_than_asked() -> None:
     first = [next(stream) for _ in range(5)]
     assert len(taken) < 12
     assert [p for p, _ in zip(dealt.stream("train"), range(5), strict=False)] == first
+
+
+def test_only_wanted_rows_are_parsed() -> None:
+    parsed = []
+
+    def parse(i: int) -> Prompt:
+        parsed.append(i)
+        return prompt(f"{i}")
+
+    dealt = Deal({"train": "t"}, lambda _: (partial(parse, i) for i in range(99)), 9, None, 0.05)
+    parsed.clear()
+    assert len(list(dealt.stream("val"))) == len(parsed) == 9
 
 
 def test_file_that_changes_under_way_is_noticed(tmp_path: Path) -> None:

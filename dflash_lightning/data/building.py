@@ -20,7 +20,7 @@ from dflash_lightning.data.files import only_writer
 from dflash_lightning.data.prepare import AnswerBook, cache_key, windows, write_whole
 from dflash_lightning.data.prompts import Prompt, PromptSource, Split
 from dflash_lightning.data.rows import BadRows, good_rows
-from dflash_lightning.data.sample_store import SampleStore, write_samples
+from dflash_lightning.data.sample_store import SampleStore, opened, write_samples
 from dflash_lightning.data.samples import Sample, chat_samples, prompt_ids, text_samples
 from dflash_lightning.data.summary import Summary
 from dflash_lightning.errors import UserError
@@ -62,11 +62,12 @@ class Recipe:
             answered if self.responses == "target" else "given",
         )
         folder = self.cache_dir / "samples" / key
-        if identity is None or not (folder / "whole").is_dir():
+        found = None if identity is None else opened(folder / "whole")
+        if found is None:
             with only_writer(folder, "samples"):
-                if identity is None or not (folder / "whole").is_dir():
-                    folder = self._write(split, load_target, folder, named=identity is not None)
-        found = SampleStore(folder / "whole")
+                found = None if identity is None else opened(folder / "whole")
+                if found is None:
+                    found = self._write(split, load_target, folder, named=identity is not None)
         if found.left_out:
             log.info(
                 "%s: %d of %d samples have no possible anchor and are left out",
@@ -74,11 +75,11 @@ class Recipe:
                 found.left_out,
                 found.left_out + len(found),
             )
-        return found, Summary.read(folder / "whole" / "summary.json")
+        return found, Summary.read(found.folder / "summary.json")
 
     def _write(
         self, split: Split, load_target: Callable[[], Target], folder: Path, named: bool
-    ) -> Path:
+    ) -> SampleStore:
         """Write the samples into `folder`; without a name of its own, into one named by content."""
         partial, summary = folder / "whole.partial", Summary()
         held_out = () if split == "train" else self._decodable(split)
@@ -91,13 +92,16 @@ class Recipe:
                 "where the answers lie"
             )
         summary.write(partial / "summary.json")
-        home = folder if named else folder.with_name(made.content)
-        home.mkdir(exist_ok=True)
-        if (home / "whole").is_dir():
+        home = (folder if named else folder.with_name(made.content)) / "whole"
+        home.parent.mkdir(exist_ok=True)
+        if not named and (found := opened(home)) is not None:
             shutil.rmtree(partial)
-        else:
-            partial.rename(home / "whole")
-        return home
+            return found
+        if home.is_dir():
+            log.warning("%s is damaged and is made again", home)
+            shutil.rmtree(home)
+        partial.rename(home)
+        return SampleStore(home)
 
     def _usable(
         self, split: Split, load_target: Callable[[], Target], summary: Summary

@@ -1,7 +1,8 @@
-"""From the rows of a file to prompts; a bad row becomes an error that says where it lies."""
+"""From the rows of a file to prompts; a bad row raises an error that says where it lies."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -9,7 +10,8 @@ from dflash_lightning.data.prompts import Prompt
 from dflash_lightning.data.samples import Message
 from dflash_lightning.errors import UserError
 
-Row = Prompt | UserError
+Row = Callable[[], Prompt]
+"""A row as it was read: calling it parses it, and raises `UserError` if it is bad."""
 T = TypeVar("T")
 SHAREGPT_ROLES = {
     "human": "user",
@@ -88,19 +90,12 @@ def good_rows(rows: Iterable[Prompt], use: Callable[[Prompt], T], bad: BadRows) 
 
 
 def jsonl_rows(path: str) -> Iterator[Row]:
-    """Yield the chats of a JSONL file; see `row_prompt` for its rows.
+    """Yield the rows of a JSONL file; see `row_prompt` for what they hold.
 
     Raises:
         UserError: The file is missing.
     """
-    for source, line in _lines(path):
-        try:
-            if line is None:
-                raise UserError(f"{source}: not UTF-8 text")
-            if line.strip():
-                yield row_prompt(source, _parsed(source, line))
-        except UserError as error:
-            yield error
+    return (partial(_jsonl_row, source, line) for source, line in _lines(path) if line != "")
 
 
 def jsonl_prompts(path: str) -> list[Prompt]:
@@ -109,12 +104,7 @@ def jsonl_prompts(path: str) -> list[Prompt]:
     Raises:
         UserError: The file is missing or a row is bad; the message names file and line.
     """
-    found = []
-    for row in jsonl_rows(path):
-        if isinstance(row, UserError):
-            raise row
-        found.append(row)
-    return found
+    return [row() for row in jsonl_rows(path)]
 
 
 def text_rows(path: str) -> Iterator[Row]:
@@ -124,21 +114,27 @@ def text_rows(path: str) -> Iterator[Row]:
         UserError: The file is missing.
     """
     start, lines = "", list[str | None]()
-
-    def document() -> Row:
-        if None in lines:
-            return UserError(f"{start}: not UTF-8 text")
-        return Prompt(start, text="".join(line for line in lines if line is not None))
-
     for source, line in _lines(path):
-        if line is None or line.strip():
+        if line != "":
             start = start if lines else source
             lines.append(line)
         elif lines:
-            yield document()
+            yield partial(_text_row, start, lines)
             lines = []
     if lines:
-        yield document()
+        yield partial(_text_row, start, lines)
+
+
+def _jsonl_row(source: str, line: str | None) -> Prompt:
+    if line is None:
+        raise UserError(f"{source}: not UTF-8 text")
+    return row_prompt(source, _parsed(source, line))
+
+
+def _text_row(source: str, lines: list[str | None]) -> Prompt:
+    if None in lines:
+        raise UserError(f"{source}: not UTF-8 text")
+    return Prompt(source, text="".join(line for line in lines if line is not None))
 
 
 def row_prompt(source: str, row: Any) -> Prompt:
@@ -214,13 +210,15 @@ def _parsed(source: str, line: str) -> Any:
 
 
 def _lines(path: str) -> Iterator[tuple[str, str | None]]:
-    """Yield (`path:line number`, line), the line None where it isn't UTF-8."""
+    """Yield (`path:line number`, line): "" for white space alone, None where it isn't UTF-8."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise UserError(f"data.prompts: no such file: {path}")
     with file.open("rb") as stream:
         for number, raw in enumerate(stream, start=1):
             try:
-                yield f"{path}:{number}", raw.decode("utf-8").replace("\r\n", "\n")
+                line = raw.decode("utf-8").replace("\r\n", "\n")
             except UnicodeDecodeError:
                 yield f"{path}:{number}", None
+            else:
+                yield f"{path}:{number}", "" if line.isspace() else line

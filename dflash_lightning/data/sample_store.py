@@ -155,6 +155,15 @@ def write_samples(
     return SampleStore(folder)
 
 
+def opened(folder: Path) -> SampleStore | None:
+    """Return the store in `folder`, None if there is none or its files are not whole."""
+    try:
+        TokenLists(folder, "prompts")
+        return SampleStore(folder)
+    except (OSError, ValueError, KeyError, EOFError):
+        return None
+
+
 class _ListWriter:
     """Writes what `TokenLists` reads; the index is written last, on leaving the context."""
 

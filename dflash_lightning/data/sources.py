@@ -5,7 +5,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,7 @@ class _SplitFiles(PromptSource):
 
     @abstractmethod
     def _rows(self, part: str) -> Iterator[Row]:
-        """Yield the rows of a part, good and bad."""
+        """Yield the rows of a part, unparsed."""
 
 
 @dataclass
@@ -249,12 +249,14 @@ class HuggingFacePrompts(_SplitFiles):
 
         found = self._open(part)
         names = our_columns(found.column_names, self.columns)
-        for number, row in enumerate(found):
-            place = f"{self.path}[{part}]:{number}"
-            try:
-                yield row_prompt(place, {ours: row[theirs] for ours, theirs in names.items()})
-            except UserError as error:
-                yield error
+        found = found.select_columns(sorted(set(names.values())))
+
+        def prompt(number: int) -> Prompt:
+            row = found[number]
+            ours = {name: row[theirs] for name, theirs in names.items()}
+            return row_prompt(f"{self.path}[{part}]:{number}", ours)
+
+        return (partial(prompt, number) for number in range(len(found)))
 
     def _open(self, part: str) -> Any:
         from dflash_lightning.data.hub import open_dataset

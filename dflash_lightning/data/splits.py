@@ -18,7 +18,7 @@ from dflash_lightning.errors import UserError
 log = logging.getLogger(__name__)
 
 _CODES: dict[Split, int] = {split: n for n, split in enumerate(SPLITS)}
-_DROPPED = len(SPLITS)
+_DROPPED, _BAD = len(SPLITS), len(SPLITS) + 1
 
 
 @dataclass
@@ -45,16 +45,17 @@ class Deal:
     max_bad_share: float
 
     def __post_init__(self) -> None:
-        """Read every row once; what stays in memory is a hash and a split a row."""
+        """Read every row once; what stays in memory is a byte a row, its split."""
         if self.limit is not None and self.limit < 0:
             raise UserError(f"data.prompts.limit: needs 0 or more, got {self.limit}")
-        hashes = {split: self._hashes(part) for split, part in self.parts.items()}
-        self._splits = {
-            split: np.full(len(found), _CODES[split], dtype=np.uint8)
-            for split, found in hashes.items()
-        }
-        for split, rows in self._held_out(len(hashes["train"])).items():
-            self._splits["train"][rows] = _CODES[split]
+        hashes = {}
+        self._splits = {}
+        for split, part in self.parts.items():
+            hashes[split], bad = self._hashes(part)
+            self._splits[split] = np.where(bad, _BAD, _CODES[split]).astype(np.uint8)
+        good = np.flatnonzero(self._splits["train"] != _BAD)
+        for split, rows in self._held_out(len(good)).items():
+            self._splits["train"][good[rows]] = _CODES[split]
         self._drop_repeated(hashes)
 
     def count(self, split: Split) -> int:
@@ -72,30 +73,36 @@ class Deal:
         part = split if split in self.parts else "train"
         wanted = self._splits[part] == _CODES[split]
         left = self.count(split)
-        good = (row for row in self.read(self.parts[part]) if isinstance(row, Prompt))
         if left == 0:
             return
-        for number, prompt in enumerate(good):
-            if number >= len(wanted):
-                break
-            if wanted[number]:
+        for row, is_wanted in zip(self.read(self.parts[part]), wanted, strict=False):
+            if is_wanted:
+                try:
+                    prompt = row()
+                except UserError:  # it was good when it was dealt
+                    break
                 yield prompt
                 left -= 1
                 if left == 0:
                     return
         raise UserError(f"{self.parts[part]}: the rows changed while they were read; start again")
 
-    def _hashes(self, part: str) -> NDArray[np.uint64]:
-        bad = BadRows(self.max_bad_share, log.warning)
-        found = array("Q")
+    def _hashes(self, part: str) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
+        """Return the hash of each row, and whether it is bad (its hash is 0 then)."""
+        counted = BadRows(self.max_bad_share, log.warning)
+        found, bad = array("Q"), bytearray()
         for row in self.read(part):
-            if isinstance(row, UserError):
-                bad.add(row)
+            try:
+                found.append(content_hash(row()))
+            except UserError as error:
+                counted.add(error)
+                found.append(0)
+                bad.append(1)
             else:
-                bad.good()
-                found.append(content_hash(row))
-        bad.end()
-        return np.frombuffer(found, dtype=np.uint64) if found else np.zeros(0, dtype=np.uint64)
+                counted.good()
+                bad.append(0)
+        counted.end()
+        return np.array(found, dtype=np.uint64), np.array(bad, dtype=np.bool_)
 
     def _held_out(self, count: int) -> dict[Split, NDArray[np.int64]]:
         """Return the training rows that each split without a part gets."""
