@@ -36,7 +36,7 @@ def random_mask(rng: random.Random, length: int) -> str:
 
 
 def collator(num_anchors: int = 4, block_size: int = 4, seed: int = 0) -> BlockCollator:
-    return BlockCollator(RandomAnchors(num_anchors), block_size, MASK, gamma=2.0, seed=seed)
+    return BlockCollator(RandomAnchors(num_anchors), block_size, MASK, seed=seed)
 
 
 def batch_of(samples: list[Sample], collate: BlockCollator, epoch: int = 0) -> Batch:
@@ -293,7 +293,7 @@ def test_labels_never_come_from_padding_or_another_row() -> None:
     short, long = sample_of("0011"), sample_of("0" * 3 + "1" * 20, first_id=50)
     batch = batch_of([short, long], collator(num_anchors=1, block_size=8))
     assert batch.labels[0, 0].tolist() == [0, 13, 0, 0, 0, 0, 0, 0]
-    assert int((batch.weights[0] > 0).sum()) == 1
+    assert int((batch.label_mask[0]).sum()) == 1
 
 
 def test_stored_states_are_padded_with_zeros() -> None:
@@ -309,11 +309,13 @@ def test_stored_states_are_padded_with_zeros() -> None:
 
 def test_too_many_anchors_are_refused() -> None:
     class Greedy(RandomAnchors):
-        def choose(self, candidates: Tensor, generator: torch.Generator) -> Tensor:
+        def choose(
+        self, candidates: Tensor, generator: torch.Generator, block_size: int
+    ) -> Tensor:
             return candidates
 
     with pytest.raises(UserError, match=r"data\.anchors: 3 anchors of one sample.* is 2"):
-        batch_of([sample_of("1111")], BlockCollator(Greedy(2), 4, MASK, gamma=None, seed=0))
+        batch_of([sample_of("1111")], BlockCollator(Greedy(2), 4, MASK, seed=0))
 
 
 # ---- packed rows -------------------------------------------------------------

@@ -10,7 +10,8 @@ import torch
 from tiny import CHATML, save_tiny_target, tiny_tokenizer
 
 from dflash_lightning.data import datamodule
-from dflash_lightning.data.blocks import Batch, RandomAnchors, anchor_candidates
+from dflash_lightning.data.anchors import RandomAnchors, anchor_candidates
+from dflash_lightning.data.blocks import Batch
 from dflash_lightning.data.datamodule import DFlashDataModule, default_cache_dir, resolve_gamma
 from dflash_lightning.data.prompts import SPLITS, PromptSource
 from dflash_lightning.data.sources import JsonlPrompts, TextPrompts

@@ -16,7 +16,8 @@ from tiny import tiny_model
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
-from dflash_lightning.data.blocks import Batch, RandomAnchors
+from dflash_lightning.data.anchors import RandomAnchors
+from dflash_lightning.data.blocks import Batch
 from dflash_lightning.data.datamodule import DFlashDataModule
 from dflash_lightning.data.draft_vocab import choose_draft_vocab, to_draft_rows
 from dflash_lightning.data.prompts import Prompt, PromptSource, Split
@@ -239,7 +240,7 @@ def the_batch(data: DFlashDataModule) -> Batch:
 
 def as_lists(correct: Tensor, batch: Batch) -> list[list[bool | None]]:
     """`correct` of the live blocks, None where a slot has no label."""
-    valid = batch.weights[..., 1:] > 0
+    valid = batch.label_mask[..., 1:]
     rows = zip(correct[batch.block_keep_mask], valid[batch.block_keep_mask], strict=True)
     return [[bool(c) if v else None for c, v in zip(*row, strict=True)] for row in rows]
 
@@ -444,7 +445,7 @@ def test_labels_outside_the_draft_vocabulary_weigh_nothing_and_are_misses(lab: L
     torch.testing.assert_close(output.numerator, slow, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(denominator, weight)
     assert as_lists(correct, batch) == right
-    outside = (to_draft_rows(ids, 96)[batch.labels] < 0) & (batch.weights > 0)
+    outside = (to_draft_rows(ids, 96)[batch.labels] < 0) & (batch.label_mask)
     assert outside.any()
     assert not correct[outside[..., 1:]].any()
     assert correct.any(), "nothing right: misses prove nothing"

@@ -144,7 +144,7 @@ def test_proposals_are_the_training_predictions() -> None:
         module = training_module(target, drafter)
         batch = every_block([ids], K, target.mask_token_id)
         output, _, _ = module.block_loss(batch)
-        scored = batch.weights[0] > 0
+        scored = batch.label_mask[0]
         predicted = torch.full_like(batch.labels[0], -1)
         predicted[scored] = output.predictions
         if draft_vocab:
