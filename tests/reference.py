@@ -25,9 +25,7 @@ class EveryAnchor(Anchors):
     def __init__(self, num_anchors: int) -> None:
         self.num_anchors = num_anchors
 
-    def choose(
-        self, candidates: Tensor, generator: torch.Generator, block_size: int
-    ) -> Tensor:
+    def choose(self, candidates: Tensor, generator: torch.Generator, block_size: int) -> Tensor:
         return candidates
 
 

@@ -116,10 +116,7 @@ def sample_losses(module: DFlashModule, batch: Batch, rows: list[list[int]]) -> 
     """Return sum(w * CE) of each sample of a batch."""
     with torch.no_grad():
         output, _, _ = module.block_loss(batch)
-    scored = batch.label_mask
-    loss = torch.zeros_like(batch.weights).masked_scatter(
-        scored, output.slot_loss * batch.weights[scored]
-    )
+    loss = output.slot_loss * output.weights
     starts = batch.document_starts.gather(1, batch.anchor_positions)
     found = {}
     for row, inside in enumerate(rows):
