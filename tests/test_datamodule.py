@@ -79,7 +79,7 @@ def test_shapes_and_dtypes_of_a_batch(target_folder: Path, tmp_path: Path, featu
                 assert getattr(batch, name).shape == (rows, width)
                 assert getattr(batch, name).dtype == torch.bool
             assert batch.anchor_positions.shape == batch.block_keep_mask.shape == (rows, N)
-            for name in ("noise_ids", "labels", "weights", "position_ids"):
+            for name in ("noise_ids", "labels", "label_mask", "position_ids"):
                 assert getattr(batch, name).shape == (rows, N, K)
             for name in ("input_ids", "anchor_positions", "noise_ids", "labels", "position_ids"):
                 assert getattr(batch, name).dtype == torch.int64

@@ -171,7 +171,7 @@ def batch_with_anchors(target: Target, ids: Tensor, anchors: list[int]) -> Batch
             "block_keep_mask",
             "noise_ids",
             "labels",
-            "weights",
+            "label_mask",
             "position_ids",
         )
     }
