@@ -22,9 +22,9 @@ from transformers import GenerationConfig, MuseGlimmerAssistantConfig, MuseGlimm
 from dflash_lightning.data.datamodule import default_cache_dir
 from dflash_lightning.data.samples import prompt_ids
 from dflash_lightning.data.sources import WordProblems
-from dflash_lightning.decoding.cache import RowCache
+from dflash_lightning.decoding.cost import Cost, measure_cost
 from dflash_lightning.decoding.evaluate import divergence
-from dflash_lightning.decoding.loop import GREEDY, decode
+from dflash_lightning.decoding.loop import decode
 from dflash_lightning.decoding.outcome import Cycle, Decoded
 from dflash_lightning.decoding.proposer import DrafterProposer, decoding_copy
 from dflash_lightning.drafter.config import DrafterConfig
@@ -51,19 +51,20 @@ def main(ckpt: str, prompts: int = 16, max_new_tokens: int = 96, out: str | None
     runs: dict[str, list[Decoded]] = {"plain": [], "ours": [], "ours, full head": [], "native": []}
     for name in runs:
         run(name, target, asked[:1], proposer, full_head, native, 8)
-    bare: list[tuple[float, float]] = []
+    costs: list[Cost] = []
     for prompt in tqdm(asked, desc="decoding at batch 1"):
         for name, found in runs.items():
             found += run(name, target, [prompt], proposer, full_head, native, max_new_tokens)
-        bare.append(bare_forwards(target, proposer, prompt))
+        costs.append(measure_cost(target, proposer, prompt))
     batches = {8: [], 1: []}
     for start in tqdm(range(0, len(asked), 8), desc="decoding at batch 8"):
         batch = asked[start : start + 8]
         batches[8] += decode(target, batch, proposer, max_new_tokens)
         for prompt in batch:
             batches[1] += decode(target, [prompt], proposer, max_new_tokens)
-    draft_ms, verify_ms = median(d for d, _ in bare), median(v for _, v in bare)
     ours = runs["ours"]
+    draft_ms, verify_ms = median(c.draft_ms for c in costs), median(c.verify_ms for c in costs)
+    expected = median(c.speedup(accept_len(ours)) for c in costs)
     cycle_ms = median(1e3 * (d.total_s - d.prefill_s) / len(d.cycles) for d in ours if d.cycles)
     speeds = {name: speed(found) for name, found in runs.items()}
     pairs = list(zip(asked, runs["ours, full head"], runs["native"], strict=True))
@@ -78,6 +79,7 @@ def main(ckpt: str, prompts: int = 16, max_new_tokens: int = 96, out: str | None
         "tokens_per_s": speeds,
         "accept_len": {name: accept_len(found) for name, found in runs.items() if name != "plain"},
         "speedup over plain": speeds["ours"] / speeds["plain"],
+        "speedup by the cost model": expected,
         "ours over native": speeds["ours"] / speeds["native"],
         "ours with full head over native": speeds["ours, full head"] / speeds["native"],
         "prompts with the same accepted counts as native (both full head)": same,
@@ -173,34 +175,6 @@ def without_draft_vocab(drafter: Drafter) -> Drafter:
     full = Drafter(config).to(drafter.dtype)
     full.load_state_dict({k: v for k, v in drafter.state_dict().items() if k != "draft_ids"})
     return full.eval().requires_grad_(False)
-
-
-@torch.no_grad()
-def bare_forwards(
-    target: Target, proposer: DrafterProposer, prompt: Tensor, repeats: int = 10
-) -> tuple[float, float]:
-    """Return median milliseconds of a draft forward and of a verify forward, alone, same shapes.
-
-    The draft forward is that of DFlash: two new context positions and a block.
-    """
-    cache = RowCache(target.model, 1)
-    output = target.forward(prompt[None], None, cache.positions(len(prompt)), cache)
-    assert output.hidden is not None
-    cache.rows.set(torch.tensor([len(prompt)]))
-    block = torch.full((1, proposer.block_size), 17)
-    uniform = torch.zeros(1, proposer.block_size)
-    proposer.begin(1)
-    proposer.observe(output.hidden, torch.tensor([len(prompt)]))
-    draft, verify = [], []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        proposer.observe(output.hidden[:, :2], torch.tensor([2]))
-        proposer.propose(block[:, 0], GREEDY, uniform, None)
-        middle = time.perf_counter()
-        target.forward(block, None, cache.positions(proposer.block_size), cache, logits_to_keep=0)
-        verify.append(1e3 * (time.perf_counter() - middle))
-        draft.append(1e3 * (middle - start))
-    return median(draft), median(verify)
 
 
 def word_problems(target: Target, count: int) -> list[Tensor]:

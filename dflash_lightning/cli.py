@@ -9,6 +9,7 @@ python -m dflash_lightning fit -c experiments/quickstart.yaml --model.num_layers
 import dataclasses
 import json
 import logging
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,8 +22,10 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from omegaconf.errors import OmegaConfBaseException
 from transformers.utils import logging as huggingface
 
+from dflash_lightning.configs import with_bases
 from dflash_lightning.console import preparation_table
 from dflash_lightning.data.datamodule import DFlashDataModule
+from dflash_lightning.drafter.axes import noise_of
 from dflash_lightning.errors import UserError
 from dflash_lightning.evaluation import DecodingEvaluation
 from dflash_lightning.module import DFlashModule
@@ -88,13 +91,17 @@ class DFlashCLI(LightningCLI):
         return {"prepare": {"model", "datamodule"}, **LightningCLI.subcommands()}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Link what model and data share; add the `decode` section."""
+        """Link what model and data share; add the `decode` section and `base`."""
+        about = "Another experiment, beside this file, whose keys hold where this one says nothing."
+        parser.add_argument("--base", type=str | None, default=None, help=about)
         for key in LINKS:
             parser.link_arguments(f"model.{key}", f"data.{key}")
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
         parser.link_arguments(
             "model.needs_final_states", "data.final_states", apply_on="instantiate"
         )
+        ways = "model.axes.drafting", "model.axes.denoising_steps"
+        parser.link_arguments(ways, "data.noise", compute_fn=noise_of)
         parser.add_lightning_class_args(DecodingEvaluation, "decode")
 
     def before_instantiate_classes(self) -> None:
@@ -143,6 +150,7 @@ class RunRecord(SaveConfigCallback):
         """The configuration as plain types."""
         text = self.parser.dump(self.config, skip_none=False, format="json")
         found: dict[str, Any] = json.loads(text)
+        found.pop("base", None)  # its keys are all here
         return found
 
     def save_config(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -244,7 +252,7 @@ def main(args: list[str] | None = None, run: bool = True) -> DFlashCLI:
         return DFlashCLI(
             DFlashModule,
             DFlashDataModule,
-            args=args,
+            args=with_bases(sys.argv[1:] if args is None else args),
             run=run,
             trainer_class=Trainer,
             seed_everything_default=0,

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from dflash_lightning.data.prompts import Split
 from dflash_lightning.data.summary import Summary
+from dflash_lightning.decoding.cost import Cost
 from dflash_lightning.decoding.report import DecodingReport
 
 
@@ -16,6 +17,7 @@ def decoding_table(
     split: str,
     folder: Path | None,
     block_sizes: dict[int, DecodingReport] | None = None,
+    cost: Cost | None = None,
 ) -> None:
     """Print the figures of a decoded split, where the run lies, and how to look at it."""
     table = Table(
@@ -42,6 +44,12 @@ def decoding_table(
     for size, other in (block_sizes or {}).items():
         rows[f"with K={size}"] = (
             f"accept length {other.accept_len:.3f}, speedup {other.speedup:.2f} x"
+        )
+    if cost is not None:
+        rows["by the cost model"] = (
+            f"speedup {cost.speedup(found.accept_len):.2f} x (draft {cost.draft_ms:.1f} ms, verify "
+            f"{cost.verify_ms:.1f} ms, step {cost.plain_ms:.1f} ms; {cost.parameters / 1e6:.1f}M "
+            "parameters)"
         )
     if folder is not None:
         rows["run"] = str(folder)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -18,6 +19,7 @@ from dflash_lightning.decoding.compare import (
     other_decoders,
     tokens_per_second,
 )
+from dflash_lightning.decoding.cost import measure_cost
 from dflash_lightning.decoding.evaluate import evaluate, marked_text
 from dflash_lightning.decoding.loop import check_prompts
 from dflash_lightning.decoding.proposer import DrafterProposer, decoding_copy
@@ -141,12 +143,16 @@ class DecodingEvaluation(pl.Callback):
         found = self._evaluate(trainer, module, split, self.final_prompts, others)
         sizes = self._other_block_sizes(target, drafter, prompts)
         self._log_block_sizes(trainer, sizes)
+        cost = measure_cost(target, DrafterProposer(drafter, target), prompts[0])
+        figures = {**asdict(cost), "expected_speedup": cost.speedup(found.accept_len)}
+        for logger in trainer.loggers:
+            logger.log_metrics({f"cost/{k}": v for k, v in figures.items()}, trainer.global_step)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             reports = {f"k{k}": r.to_dict() for k, r in sizes.items()}
-            kept = {**found.to_dict(), "block_sizes": reports}
+            kept = {**found.to_dict(), "cost": figures, "block_sizes": reports}
             (folder / f"decode_{split}.json").write_text(json.dumps(kept, indent=1) + "\n")
-        decoding_table(found, split, folder, sizes)
+        decoding_table(found, split, folder, sizes, cost)
 
     def _others(
         self, target: Target, prompts: list[Tensor], trainer: pl.Trainer

@@ -17,6 +17,7 @@ from dflash_lightning.decoding.loop import decode
 from dflash_lightning.decoding.outcome import Decoded
 from dflash_lightning.decoding.proposer import DrafterProposer, decoding_copy
 from dflash_lightning.drafter.attention import AttentionName
+from dflash_lightning.drafter.axes import Axes
 from dflash_lightning.drafter.config import drafter_config
 from dflash_lightning.drafter.model import Drafter
 from dflash_lightning.drafter.training import training_hidden
@@ -25,8 +26,8 @@ from dflash_lightning.initialisation import check_count, copy_target_layers
 from dflash_lightning.losses import LossOutput
 from dflash_lightning.metrics import AcceptanceBySlot, WeightedMean, acceptance_scalars
 from dflash_lightning.objective import Objective
-from dflash_lightning.optimizer import adamw_with_cosine
-from dflash_lightning.position_weights import ExpWeights, PositionWeights
+from dflash_lightning.optimizer import adamw_with_cosine, scale_gradients
+from dflash_lightning.position_weights import ExpWeights, PositionWeights, check_weights
 from dflash_lightning.slot_losses import CrossEntropy, Loss
 from dflash_lightning.stopwatch import Stopwatch
 from dflash_lightning.target import Target, load_target
@@ -45,6 +46,7 @@ class DFlashModule(pl.LightningModule):
         target: Which language model is drafted for, and where it is tapped.
         block_size: K: the anchor and the K-1 tokens drafted after it (16 drafts 15).
         num_layers: Drafter layers (depth); independent of the taps.
+        axes: The architecture's other axes; the defaults are DFlash as published.
         draft_vocab: How many target tokens the drafter can say, the most frequent in the training
             answers; null means all.
         loss: What a slot should say: `CrossEntropy` of the data's token, `TargetArgmax`,
@@ -68,6 +70,7 @@ class DFlashModule(pl.LightningModule):
         target: TargetConfig = TargetConfig(),  # noqa: B008
         block_size: int = 16,
         num_layers: int = 5,
+        axes: Axes = Axes(),  # noqa: B008
         draft_vocab: int | None = None,
         loss: Loss = CrossEntropy(),  # noqa: B008
         position_weights: PositionWeights = ExpWeights(),  # noqa: B008
@@ -81,7 +84,9 @@ class DFlashModule(pl.LightningModule):
     ) -> None:
         super().__init__()
         self.target_config, self.block_size, self.num_layers = target, block_size, num_layers
+        self.axes = axes.check(num_layers, block_size)
         self.draft_vocab, self.loss, self.position_weights = draft_vocab, loss, position_weights
+        check_weights(position_weights, axes.denoising_steps)
         self.init_from_layers = check_count(init_from_layers, num_layers)
         self.needs_final_states = bool(loss.needs)
         self.intermediate_size = intermediate_size
@@ -120,6 +125,7 @@ class DFlashModule(pl.LightningModule):
                 target_revision=self.target_config.revision,
                 target_dtype=self.target_config.dtype,
                 target_fingerprint=self.target.fingerprint,
+                axes=self.axes,
             )
         )
         if self.draft_vocab is not None:
@@ -137,11 +143,13 @@ class DFlashModule(pl.LightningModule):
 
     # ---- one step --------------------------------------------------------------------------------
 
-    def target_states(self, batch: Batch) -> Tensor:
+    def target_states(self, batch: Batch) -> Tensor | None:
         """Return the tapped states `[B, S, T*H]`; behind them the final ones, if the loss asks."""
         if batch.target_hidden is not None:
             return batch.target_hidden
         assert self.target is not None
+        if not self.needs_final_states and self.drafter.config.injection == "none":
+            return None
         rows = (batch.input_ids, batch.attention_mask, batch.document_starts)
         with self.target_time:
             return self.target.document_states(*rows, final=self.needs_final_states)
@@ -153,8 +161,9 @@ class DFlashModule(pl.LightningModule):
         """
         assert self.target is not None
         states = self.target_states(batch) if states is None else states
-        tapped = states[..., : self.drafter.config.num_taps * self.drafter.config.hidden_size]
-        return training_hidden(self.drafter, self.target, batch, tapped, self.attention)
+        if states is not None:
+            states = states[..., : self.drafter.config.num_taps * self.drafter.config.hidden_size]
+        return training_hidden(self.drafter, self.target, batch, states, self.attention)
 
     def block_loss(self, batch: Batch) -> tuple[LossOutput, Tensor, Tensor]:
         """Return the loss of a batch's labelled slots, its denominator, and which slots are right.
@@ -189,10 +198,7 @@ class DFlashModule(pl.LightningModule):
         window = cast(Tensor, self.all_gather(sums))
         total, weight = window.reshape(-1, 2).sum(dim=0)
         undo = self.trainer.accumulate_grad_batches * self.trainer.world_size
-        scale = torch.where(weight > 0, undo / weight, 0.0)
-        for parameter in self.drafter.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale.to(parameter.grad.dtype))
+        scale_gradients(self.drafter, torch.where(weight > 0, undo / weight, 0.0))
         if weight > 0:
             self.log("train/loss", (total / weight).float(), prog_bar=True)
         self.log("train/supervised_tokens", float(self.supervised_tokens))

@@ -1,16 +1,21 @@
 """What drafted blocks are trained to say: labels as rows of the drafter's head, and weights."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from dflash_lightning.data.blocks import Batch
 from dflash_lightning.data.draft_vocab import to_draft_rows
-from dflash_lightning.drafter.model import Drafter
+from dflash_lightning.drafter.model import Drafter, MarkovHead
 from dflash_lightning.errors import UserError
 from dflash_lightning.losses import Head, LossOutput, TargetView, chunked_loss
 from dflash_lightning.position_weights import PositionWeights
 from dflash_lightning.slot_losses import Labels, Loss
 from dflash_lightning.target import Target
+from dflash_lightning.target_head import OutputHead
 
 
 class Objective:
@@ -37,11 +42,12 @@ class Objective:
         self.tapped_size = drafter.config.num_taps * drafter.config.hidden_size
         self.target_head = target.head
         self.draft_head = target.head if ids is None else target.head.rows(ids)
-        self.head: Head = self.draft_head
+        markov = drafter.markov
+        self.head: Head = self.draft_head if markov is None else BiasedHead(self.draft_head, markov)
         self.draft_rows = None if ids is None else to_draft_rows(ids, target.num_embeddings)
 
     def __call__(
-        self, hidden: Tensor, batch: Batch, states: Tensor
+        self, hidden: Tensor, batch: Batch, states: Tensor | None
     ) -> tuple[LossOutput, Tensor, Tensor]:
         """Return the loss of a batch's labelled slots, its denominator, and which slots are right.
 
@@ -75,9 +81,10 @@ class Objective:
         rows = self.draft_rows[tokens]
         return Labels(rows.clamp(min=0), rows >= 0)
 
-    def _target_view(self, batch: Batch, states: Tensor) -> TargetView | None:
+    def _target_view(self, batch: Batch, states: Tensor | None) -> TargetView | None:
         if not self.loss.needs:
             return None
+        assert states is not None
         final = states[..., self.tapped_size :].flatten(0, 1)
         if not final.shape[-1]:
             raise UserError("data.final_states: model.loss needs the target's final states stored")
@@ -93,6 +100,23 @@ class Objective:
             whole = self.target_head(states) if whole is None else whole
             argmax = self._labels(whole.argmax(dim=-1))
         return argmax, logits
+
+
+@dataclass(frozen=True)
+class BiasedHead:
+    """The target's head, and a learned bias by the token before."""
+
+    head: OutputHead
+    bias: MarkovHead
+
+    def __call__(self, hidden: Tensor, previous: Tensor | None) -> Tensor:
+        """Return logits `[m, Vd]` for states `[m, H]` after target tokens `[m]`."""
+        logits: Tensor = self.head(hidden) + self.bias(previous)
+        return logits
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Return what is learned."""
+        return self.bias.parameters()
 
 
 def before(batch: Batch) -> Tensor:

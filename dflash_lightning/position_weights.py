@@ -101,3 +101,17 @@ class DPaceWeights(PositionWeights):
         steps = torch.where(labelled, (1 - self.alpha) * probabilities + self.alpha, 0.0)
         survival = steps.cumprod(dim=-1)
         return survival.flip(-1).cumsum(dim=-1).flip(-1)
+
+
+def check_weights(weights: PositionWeights, denoising_steps: int) -> None:
+    """Refuse weights by what the drafter says where training shows it part of the block.
+
+    Raises:
+        UserError: They are, and it does.
+    """
+    if weights.needs_probabilities and denoising_steps > 1:
+        raise UserError(
+            f"model.position_weights: {type(weights).__name__} asks what the drafter says in a "
+            f"whole block, and model.axes.denoising_steps={denoising_steps} shows it some of it; "
+            "take ExpWeights or UniformWeights"
+        )

@@ -2,13 +2,14 @@
 
 from jsonargparse import Namespace
 
+from dflash_lightning.drafter.axes import Axes
 from dflash_lightning.position_weights import default_gamma
 
 
 def run_name(config: Namespace) -> str:
     """Return a run's name, as in `d5-k16-g7-t5-s0`: depth, block size, gamma, taps and seed.
 
-    Before the seed comes what isn't the default of labels, anchors and initialisation; position
+    Before the seed comes what isn't the default of the other axes; position
     weights other than by gamma are named by their class, as in `gdpace`.
     """
     model = config.model
@@ -22,6 +23,8 @@ def run_name(config: Namespace) -> str:
     for chosen, default in ((model.loss, "CrossEntropy"), (config.data.anchors, "RandomAnchors")):
         if _class_name(chosen) != default:
             parts.append(_class_name(chosen).lower())
+    axes = Axes(**dict(model.axes.items())).short_name.removeprefix("-")
+    parts += [axes] if axes else []
     if model.init_from_layers is not None:
         parts.append("init" + ".".join(map(str, model.init_from_layers)))
     return "-".join([*parts, f"s{int(config.seed_everything)}"])

@@ -112,9 +112,14 @@ def decode_plain(
     return decode(target, [prompt], None, count, stop_ids)[0]
 
 
-def observe(proposer: DrafterProposer, hidden: Tensor) -> None:
-    """Hand states `[1, n, T*H]` of committed positions to a proposer of one row."""
-    proposer.observe(hidden, torch.tensor([hidden.shape[1]]))
+def observe(proposer: DrafterProposer, hidden: Tensor, tokens: Tensor | None = None) -> None:
+    """Hand states `[1, n, T*H]` and tokens `[n]` of committed positions to a proposer of one row.
+
+    Drafters with KV injection don't look at the tokens.
+    """
+    count = hidden.shape[1]
+    known = torch.zeros(1, count, dtype=torch.int64) if tokens is None else tokens[None]
+    proposer.observe(hidden, torch.tensor([count]), known)
 
 
 def propose(proposer: DrafterProposer, anchor: int) -> Tensor:
@@ -125,4 +130,4 @@ def propose(proposer: DrafterProposer, anchor: int) -> Tensor:
 
 def block_hidden(proposer: DrafterProposer, anchor: int) -> Tensor:
     """Return one row's block states `[K, H]`."""
-    return proposer.block_hidden(torch.tensor([anchor]))[0]
+    return proposer.block_hidden(proposer.block_ids(torch.tensor([anchor])))[0]

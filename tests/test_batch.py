@@ -62,7 +62,7 @@ class Guided(DrafterProposer):
         real = super().propose(anchors, sampling, uniform, seen)
         told = []
         for row, number in enumerate(self.who.tolist()):
-            at, sequence = int(self.rows.lengths[row]), self.sequences[number]
+            at, sequence = int(self.context.rows.lengths[row]), self.sequences[number]
             assert sequence[at] == anchors[row]
             hits = self.hits(number, len(self.drafts[number]))
             true = [*sequence[at + 1 : at + K], 3, 3, 3][: K - 1]
@@ -383,7 +383,7 @@ class Rollout:
         self.told: dict[int, list[int]] = {}
         self.who = torch.arange(batch)
 
-    def observe(self, hidden: Tensor, counts: Tensor) -> None:
+    def observe(self, hidden: Tensor, counts: Tensor, tokens: Tensor) -> None:
         pass
 
     def keep(self, index: Tensor) -> None:

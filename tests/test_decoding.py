@@ -56,7 +56,7 @@ class Script:
         self.seen: list[Tensor] = []
         self.cycle = 0
 
-    def observe(self, hidden: Tensor, counts: Tensor) -> None:
+    def observe(self, hidden: Tensor, counts: Tensor, tokens: Tensor) -> None:
         self.seen.append(hidden[:, : int(counts[0])])
 
     def keep(self, index: Tensor) -> None:
@@ -382,11 +382,11 @@ def test_drafter_cache_holds_context_only() -> None:
         drafts = [propose(proposer, 7).tolist() for _ in range(2)]
         assert drafts[0] == drafts[1]
         assert len(drafts[0]) == K - 1
-        assert len(proposer.context()) == 3
-        for keys, values in proposer.context():
+        assert len(proposer.context.key_values()) == 3
+        for keys, values in proposer.context.key_values():
             assert keys.shape == values.shape == (1, 2, total, 8)
     proposer.begin(1)
-    assert proposer.rows.longest == 0
+    assert proposer.context.rows.longest == 0
 
 
 def test_drafter_cache_is_one_short_of_the_committed_tokens() -> None:
@@ -398,7 +398,7 @@ def test_drafter_cache_is_one_short_of_the_committed_tokens() -> None:
         def propose(
             self, anchors: Tensor, sampling: Sampling, uniform: Tensor, seen: Tensor | None
         ) -> Proposal:
-            committed.append((self.context()[0][0].shape[2], int(anchors[0])))
+            committed.append((self.context.key_values()[0][0].shape[2], int(anchors[0])))
             return super().propose(anchors, sampling, uniform, seen)
 
     decoded = speculate(target, Watching(tiny_drafter(target), target), PROMPT, 20, stop_ids=())

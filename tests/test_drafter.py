@@ -456,7 +456,9 @@ def test_chunked_attention_is_dense_with_gradients(name: str, queries_per_chunk:
     anchors = torch.tensor(ANCHORS[name])
     inputs = _inputs(5, 4)
     expected = _outcome(dense_attention(anchors, 4, LENGTH), inputs)
-    found = _outcome(chunked_attention(anchors, 4, LENGTH, None, queries_per_chunk), inputs)
+    found = _outcome(
+        chunked_attention(anchors, 4, LENGTH, queries_per_chunk=queries_per_chunk), inputs
+    )
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 

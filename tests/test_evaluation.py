@@ -16,10 +16,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dflash_lightning.cli import main
 from dflash_lightning.decoding import evaluate as evaluate_module
 from dflash_lightning.decoding.compare import other_decoders, tokens_per_second
+from dflash_lightning.decoding.cost import measure_cost
 from dflash_lightning.decoding.evaluate import evaluate, marked_text
+from dflash_lightning.decoding.loop import decode
 from dflash_lightning.decoding.outcome import Cycle, Decoded
 from dflash_lightning.decoding.proposer import DrafterProposer
 from dflash_lightning.decoding.report import Divergence, report
+from dflash_lightning.drafter.axes import Axes
+from dflash_lightning.drafter.model import Drafter
 from dflash_lightning.errors import UserError
 from dflash_lightning.target import Target
 
@@ -148,6 +152,18 @@ def test_a_broken_loop_is_reported_with_place_and_gap(
     assert found.identical == 1
 
 
+def test_cost_leaves_the_proposer_usable(parts: tuple[Target, DrafterProposer]) -> None:
+    """A pass a token shows in the draft time: it is timed, not assumed."""
+    target, proposer = parts
+    walker = DrafterProposer(tiny_drafter(target, axes=Axes(drafting="autoregressive")), target)
+    block, walk = (measure_cost(target, p, PROMPTS[1]) for p in (proposer, walker))
+    assert walk.draft_ms > 1.5 * block.draft_ms
+    assert min(block.draft_ms, block.verify_ms, block.plain_ms) > 0
+    assert block.speedup(2.0) == 2 * block.speedup(1.0)
+    expected = greedy(target, PROMPT, 8)
+    assert decode(target, [PROMPT], proposer, 8, ())[0].tokens == expected
+
+
 @pytest.mark.parametrize(("prompts", "size"), [([], 1), (PROMPTS, 0)])
 def test_nothing_to_evaluate_is_one_line(
     parts: tuple[Target, DrafterProposer], prompts: list[Tensor], size: int
@@ -220,3 +236,10 @@ def test_fit_logs_other_block_sizes_and_decoders(
     for tag in ("decode/overhead_ms", "decode/assistant_tokens_per_s", "decode_k6/accept_len"):
         assert tag in tags, tag
     assert "decode_k4/accept_len" not in tags
+    cost = found["cost"]
+    drafter = Drafter.from_pretrained(run / "drafter")
+    assert cost["parameters"] == sum(p.numel() for p in drafter.parameters())
+    cycle = cost["draft_ms"] + cost["verify_ms"]
+    expected = found["accept_len"] * cost["plain_ms"] / cycle
+    assert cost["expected_speedup"] == pytest.approx(expected)
+    assert "cost/expected_speedup" in tags

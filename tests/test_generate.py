@@ -207,7 +207,7 @@ def draft_the_truth(place: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     length = len(prompt_ids(tiny_tokenizer(), [{"role": "user", "content": PROMPT}]))
 
     def propose(self: DrafterProposer, *_: Any) -> Proposal:
-        start = int(self.rows.lengths[0]) - length + 1
+        start = int(self.context.rows.lengths[0]) - length + 1
         return Proposal(torch.tensor([truth[start : start + 3]]))
 
     monkeypatch.setattr(DrafterProposer, "propose", propose)

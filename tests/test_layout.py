@@ -31,6 +31,7 @@ ROOMS = [
     "generate",
     "commands",
     "run_names",
+    "configs",
     "cli",
     "__main__",
 ]

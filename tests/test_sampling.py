@@ -164,7 +164,7 @@ class Tables:
     def on_commit(self, index: int, tokens: list[int], accepted: int) -> None:
         self.history[index] += tokens
 
-    def observe(self, hidden: Tensor, counts: Tensor) -> None:
+    def observe(self, hidden: Tensor, counts: Tensor, tokens: Tensor) -> None:
         pass
 
     def keep(self, index: Tensor) -> None:
@@ -473,7 +473,7 @@ class Known:
     def begin(self, batch: int) -> None:
         self.at, self.cycle = 0, 0
 
-    def observe(self, hidden: Tensor, counts: Tensor) -> None:
+    def observe(self, hidden: Tensor, counts: Tensor, tokens: Tensor) -> None:
         self.at += int(counts[0])
 
     def propose(

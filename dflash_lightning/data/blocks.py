@@ -8,7 +8,7 @@ position `a + k`; slot 0 predicts nothing, so K=16 drafts 15 tokens (arXiv 2602.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +37,8 @@ class Batch(NamedTuple):
     block_keep_mask: Tensor
     """True for real blocks, false for dead ones that only fill the shape `[B, N]`."""
     noise_ids: Tensor
-    """Input ids of the blocks `[B, N, K]`: the anchor's token, then mask tokens."""
+    """Input ids of the blocks `[B, N, K]`: the anchor's token, then mask tokens (or, as `Noise`
+    says, the data's)."""
     labels: Tensor
     """The data's token at each slot's position `[B, N, K]`; 0 beyond the document and in dead
     blocks."""
@@ -54,6 +55,23 @@ class Batch(NamedTuple):
     behind them, `[B, S, (T+1)*H]`, where the loss needs those."""
 
 
+Noise = Literal["masked", "random", "tokens"]
+"""What the slots behind the anchor hold in training: mask tokens; the data's tokens in a random
+share of them, which then have no label (iterative denoising); or all of the data's tokens
+(autoregressive drafting)."""
+
+
+def shown_slots(count: int, block_size: int, generator: torch.Generator) -> Tensor:
+    """Return which slots `[count, K]` hold the data's tokens: a random share, one at least hidden.
+
+    The share is uniform, so that every state of denoising occurs.
+    """
+    share = torch.rand(count, 1, generator=generator)
+    numbers = torch.rand(count, block_size, generator=generator)
+    numbers[:, 0] = torch.inf  # the anchor is shown anyway
+    return (numbers < share) & (numbers < numbers[:, 1:].amax(dim=1, keepdim=True))
+
+
 def make_blocks(
     row: Sample,
     document_starts: Tensor,
@@ -61,6 +79,8 @@ def make_blocks(
     num_blocks: int,
     mask_token_id: int,
     block_size: int,
+    noise: Noise = "masked",
+    shown: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Return the blocks of one row, padded with dead ones to `num_blocks`.
 
@@ -71,6 +91,8 @@ def make_blocks(
         num_blocks: N.
         mask_token_id: Fills slots 1..K-1.
         block_size: K.
+        noise: What the slots hold.
+        shown: With `random` noise, which slots hold the data's token `[n, K]`.
 
     Returns:
         `anchor_positions`, `block_keep_mask` `[N]`; `noise_ids`, `labels`, `label_mask`,
@@ -83,10 +105,14 @@ def make_blocks(
     clamped = places.clamp(max=len(row.ids) - 1)
     first = document_starts[starts][:, None]
     inside = (places == clamped) & (document_starts[clamped] == first) & keep[:, None]
-    noise_ids = torch.full_like(places, mask_token_id)
-    noise_ids[:, 0] = row.ids[starts]
-    label_mask = inside & row.loss_mask[clamped]
+    open_ = torch.zeros_like(inside)
+    if shown is not None:
+        open_[: len(shown)] = shown & inside[: len(shown)]
+    label_mask = inside & row.loss_mask[clamped] & ~open_
     label_mask[:, 0] = False
+    open_ |= inside & (noise == "tokens")
+    noise_ids = torch.where(open_, row.ids[clamped], mask_token_id)
+    noise_ids[:, 0] = row.ids[starts]
     return {
         "anchor_positions": starts,
         "block_keep_mask": keep,
@@ -109,6 +135,7 @@ class BlockCollator:
     block_size: int
     mask_token_id: int
     seed: int
+    noise: Noise = "masked"
 
     def __call__(self, rows: Sequence[Sequence[Document]]) -> Batch:
         """Return one batch.
@@ -118,11 +145,12 @@ class BlockCollator:
         """
         joined = [_joined([sample for _, _, sample, _ in row]) for row in rows]
         starts = [_document_starts([len(sample.ids) for _, _, sample, _ in row]) for row in rows]
-        anchors = [self._anchors(row) for row in rows]
-        room = self._room(max(map(len, anchors)))
+        chosen = [self._anchors(row) for row in rows]
+        room = self._room(max(len(anchors) for anchors, _ in chosen))
+        size, mask, noise = self.block_size, self.mask_token_id, self.noise
         blocks = [
-            make_blocks(*parts, room, self.mask_token_id, self.block_size)
-            for parts in zip(joined, starts, anchors, strict=True)
+            make_blocks(row, first, anchors, room, mask, size, noise, shown)
+            for row, first, (anchors, shown) in zip(joined, starts, chosen, strict=True)
         ]
         hidden = [_states(row) for row in rows]
         width = max(len(row.ids) for row in joined)
@@ -137,9 +165,9 @@ class BlockCollator:
             else None,
         )
 
-    def _anchors(self, row: Sequence[Document]) -> Tensor:
-        """Return the places of a row's anchors, document by document."""
-        found, start = [], 0
+    def _anchors(self, row: Sequence[Document]) -> tuple[Tensor, Tensor | None]:
+        """Return the places of a row's anchors, document by document, and their shown slots."""
+        found, shown, start = [], [], 0
         for index, epoch, sample, _ in row:
             candidates = anchor_candidates(sample.loss_mask)
             generator = anchor_generator(self.seed, epoch, index)
@@ -149,9 +177,11 @@ class BlockCollator:
                 raise UserError(
                     f"data.anchors: {len(chosen)} anchors of one sample, and num_anchors is {most}"
                 )
+            if self.noise == "random":
+                shown.append(shown_slots(len(chosen), self.block_size, generator))
             found.append(start + chosen)
             start += len(sample.ids)
-        return torch.cat(found)
+        return torch.cat(found), torch.cat(shown) if shown else None
 
     def _room(self, count: int) -> int:
         """Return the number of blocks that holds `count`: few sizes, so that kernels fit again.

@@ -106,7 +106,9 @@ class Recipe:
         prompts = self.prompts.stream(split)
         bad = BadRows(self.prompts.max_bad_share, log.warning)
         if self.responses == "given":
-            made = tqdm(self._given(prompts, bad, summary), f"{split} samples", unit="", delay=5)
+            made = tqdm(
+                self._given(prompts, bad, summary), f"{split} samples", unit="sample", delay=5
+            )
         else:
             made = self._own(prompts, split, load_target, bad, summary)
         for sample in made:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from dflash_lightning.data.anchors import Anchors, RandomAnchors
 from dflash_lightning.data.answers import Answers, LocalAnswers
-from dflash_lightning.data.blocks import BlockCollator
+from dflash_lightning.data.blocks import BlockCollator, Noise
 from dflash_lightning.data.building import Recipe
 from dflash_lightning.data.features import FeatureStore, build_store
 from dflash_lightning.data.loading import (
@@ -51,6 +51,7 @@ class DFlashDataModule(pl.LightningDataModule):
         block_size: Linked to `model.block_size`, say it there.
         final_states: Whether the store holds the target's final states too; follows from
             `model.loss`.
+        noise: Follows from `model.axes`.
         responses: `target`: the frozen target answers the prompts, once (the paper's way); of a
             chat it answers each user turn in turn, and all its answers are supervised. `given`:
             supervise the answers that the prompts come with, or all of a plain text.
@@ -78,6 +79,7 @@ class DFlashDataModule(pl.LightningDataModule):
         target: TargetConfig = TargetConfig(),  # noqa: B008
         block_size: int = 16,
         final_states: bool = False,
+        noise: Noise = "masked",
         responses: Literal["target", "given"] = "target",
         answers: Answers = LocalAnswers(),  # noqa: B008
         max_new_tokens: int = 2048,
@@ -99,6 +101,7 @@ class DFlashDataModule(pl.LightningDataModule):
         self.cache_dir = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
         self.seed, self.num_workers = seed, num_workers
         self.final_states = final_states
+        self.noise: Noise = noise
         self.summaries: dict[Split, Summary] = {}
         self.samples: dict[Split, SampleStore] = {}
         self.held_out_prompts: dict[Split, TokenLists] = {}
@@ -181,7 +184,13 @@ class DFlashDataModule(pl.LightningDataModule):
     def _loader(self, split: Split, shuffle: bool) -> DataLoader[Row]:
         samples = self.samples[split]
         rows = pack(samples.lengths, self.max_length, self.seed) if self.packing else None
-        collate = BlockCollator(self.anchors, self.block_size, self.spec.mask_token_id, self.seed)
+        collate = BlockCollator(
+            self.anchors,
+            self.block_size,
+            self.spec.mask_token_id,
+            self.seed,
+            "masked" if self.noise == "random" and not shuffle else self.noise,
+        )
         rank, world = (
             (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         )

@@ -55,11 +55,8 @@ class FeatureStore:
             size = self.plan.num_bytes(shard)
             for layer in self.layer_ids:
                 path = self.plan.path(layer, shard)
-                if path.is_file() and not (has_size(path, size) and (not check or is_sound(path))):
-                    log.warning("%s is damaged and is computed again", path)
-                elif path.is_file():
-                    continue
-                found.setdefault(shard, []).append(layer)
+                if not (has_size(path, size) and (not check or is_sound(path))):
+                    found.setdefault(shard, []).append(layer)
         return found
 
 
@@ -91,15 +88,15 @@ def build_store(
     key = cache_key(fingerprint, str(dtype), samples.digest, shards.SHARD_BYTES)
     folder = cache_dir / "features" / key
     store = FeatureStore(plan_shards(folder, samples.starts, hidden_size, dtype), layer_ids)
-    if len(samples) == 0 or not (check or store.lacking()):
-        return store
-    with only_writer(folder, "the target's states"):
-        began = time.perf_counter()
-        lacking = store.lacking(check)
-        checked = time.perf_counter() - began
-        if lacking:
-            _refuse_too_large(store.plan, lacking, cache_dir)
-            _fill(store.plan, load_target, samples, lacking)
+    began = time.perf_counter()
+    lacking = store.lacking(check)
+    checked, filled = time.perf_counter() - began, 0.0
+    if lacking:
+        with only_writer(folder, "the target's states"):
+            lacking = store.lacking(check)
+            if lacking:
+                _refuse_too_large(store.plan, lacking, cache_dir)
+                _fill(store.plan, load_target, samples, lacking)
         filled = time.perf_counter() - began - checked
     log.info(
         "data.features=store: %d tokens, %d layers, ready in %.1f s (checksums %.1f s, target %.1f "
@@ -108,7 +105,7 @@ def build_store(
         len(layer_ids),
         checked + filled,
         checked,
-        filled if lacking else 0.0,
+        filled,
         folder,
     )
     return store
@@ -144,6 +141,9 @@ def _fill(
     lacking: dict[int, list[int]],
 ) -> None:
     """Compute and write the lacking files, shard by shard; each appears whole."""
+    for path in (plan.path(layer, shard) for shard in lacking for layer in lacking[shard]):
+        if path.is_file():
+            log.warning("%s is damaged and is computed again", path)
     target = load_target()
     total = sum(plan.tokens(shard) for shard in lacking)
     with tqdm(total=total, desc="target reads answers", unit="token") as bar:

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dflash_lightning.decoding.cache import RowCache
 from dflash_lightning.decoding.outcome import Cycle, Decoded, until_stop
-from dflash_lightning.decoding.proposer import Proposer
+from dflash_lightning.decoding.proposer import Committed, Proposer
 from dflash_lightning.decoding.sampling import (
     Sampling,
     accept_matching,
@@ -97,20 +97,19 @@ class _Batch:
     def run(self) -> list[Decoded]:
         """Decode until every row has stopped."""
         start = self._now()
-        hidden, counts = self._prefill()
+        news = self._prefill()
         spent = self._now() - start
         self._spend("prefill_s", spent)
         self._spend("total_s", spent)
         keep = self._drop_finished()
-        if keep is not None:
-            hidden, counts = None if hidden is None else hidden[keep], counts[keep]
+        news = news if keep is None else news.keep(keep)
         while self.active:
-            hidden, counts = self._cycle(hidden, counts)
+            news = self._cycle(news)
         return self.decoded
 
     # ---- steps ----------------------------------------------------------------------------------
 
-    def _prefill(self) -> tuple[Tensor | None, Tensor]:
+    def _prefill(self) -> Committed:
         device = self.target.device
         lengths = torch.tensor([len(p) for p in self.prompts], device=device)
         ids = pad_sequence([p.to(device) for p in self.prompts], batch_first=True)
@@ -135,9 +134,9 @@ class _Batch:
         )
         for row, token in enumerate(tokens[:, 0].tolist()):
             self._commit(row, [token], None)
-        return output.hidden, lengths
+        return Committed(output.hidden, lengths, ids)
 
-    def _cycle(self, hidden: Tensor | None, counts: Tensor) -> tuple[Tensor | None, Tensor]:
+    def _cycle(self, news: Committed) -> Committed:
         began = self._now()
         device = self.target.device
         room = torch.tensor(
@@ -148,7 +147,7 @@ class _Batch:
         q: Tensor | None = None
         uniform = self._uniform()
         if self.proposer is not None and int(room.max()) > 1:
-            self.proposer.observe(cast(Tensor, hidden), counts)
+            self.proposer.observe(cast(Tensor, news.hidden), news.counts, news.tokens)
             count = min(self.slots, int(room.max())) - 1
             proposal = self.proposer.propose(anchors, self.sampling, uniform[..., 2], self.seen)
             drafts = proposal.tokens[:, :count]
@@ -179,11 +178,8 @@ class _Batch:
         self._spend("verify_s", verified - drafted)
         self._spend("total_s", ended - began)
         keep = self._drop_finished()
-        hidden = output.hidden
-        if keep is not None:
-            hidden = None if hidden is None else hidden[keep]
-            accepted = accepted[keep]
-        return hidden, accepted + 1
+        news = Committed(output.hidden, accepted + 1, block)
+        return news if keep is None else news.keep(keep)
 
     def _verify(
         self, logits: Tensor, drafts: Tensor, q: Tensor | None, uniform: Tensor, room: Tensor

@@ -1,31 +1,32 @@
 """Who proposes tokens to the target: the decoding loop's protocol, and the drafter behind it."""
 
 import copy
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from dflash_lightning.decoding.cache import RowBuffer, Rows
-from dflash_lightning.decoding.sampling import Sampling, distribution, draw, penalize
-from dflash_lightning.drafter.attention import Attend, full_attention
+from dflash_lightning.decoding.choice import Choice, Proposal
+from dflash_lightning.decoding.context import DraftContext, slot_attention
+from dflash_lightning.decoding.sampling import Sampling, penalize
+from dflash_lightning.drafter.attention import Attend
 from dflash_lightning.drafter.model import Drafter, KeyValue
 from dflash_lightning.errors import UserError
 from dflash_lightning.target import Target
 from dflash_lightning.target_head import OutputHead
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """Drafted target token ids `[B, K-1]`, and what they were sampled from `[B, K-1, V]`.
+class Committed(NamedTuple):
+    """What a proposer is to observe next; see `Proposer.observe`. No states in plain decoding."""
 
-    `q` is None where the drafts are a point mass (the drafter's argmax).
-    """
-
+    hidden: Tensor | None
+    counts: Tensor
     tokens: Tensor
-    q: Tensor | None = None
+
+    def keep(self, index: Tensor) -> "Committed":
+        """Return the rows in `index`."""
+        hidden = None if self.hidden is None else self.hidden[index]
+        return Committed(hidden, self.counts[index], self.tokens[index])
 
 
 class Proposer(Protocol):
@@ -36,12 +37,13 @@ class Proposer(Protocol):
     def begin(self, batch: int) -> None:
         """Forget everything and expect a batch of so many rows."""
 
-    def observe(self, hidden: Tensor, counts: Tensor) -> None:
-        """Take target states of newly committed positions.
+    def observe(self, hidden: Tensor, counts: Tensor, tokens: Tensor) -> None:
+        """Take newly committed positions, following what was observed before.
 
         Args:
-            hidden: Tapped target states `[B, n, T*H]`, following what was observed before.
+            hidden: Their tapped target states `[B, n, T*H]`.
             counts: How many of the n positions each row committed `[B]`.
+            tokens: Their tokens `[B, n]`.
         """
 
     def propose(
@@ -61,7 +63,7 @@ class Proposer(Protocol):
 
 
 class DrafterProposer:
-    """Proposes with a `Drafter`. Its cache holds the context's keys and values only, no block's.
+    """Proposes with a `Drafter`, in the way it was trained to draft.
 
     Args:
         drafter: In eval mode, in the target's dtype; see `decoding_copy`.
@@ -79,108 +81,141 @@ class DrafterProposer:
         self.draft_ids: Tensor | None = getattr(drafter, "draft_ids", None)
         whole = self.draft_ids is None
         self.head: OutputHead = target.head if whole else target.head.rows(drafter.draft_ids)
-        self._slots = torch.arange(self.block_size, device=target.device)
         self.begin(1)
 
     def begin(self, batch: int) -> None:
         """See `Proposer.begin`."""
-        self.rows = Rows(batch, self.target.device)
-        self._buffers = [
-            (RowBuffer(), RowBuffer()) for _ in range(self.drafter.config.num_hidden_layers)
-        ]
+        self.context = DraftContext(self.drafter, self.target, batch)
 
-    def observe(self, hidden: Tensor, counts: Tensor) -> None:
+    def observe(self, hidden: Tensor, counts: Tensor, tokens: Tensor) -> None:
         """See `Proposer.observe`."""
-        steps = torch.arange(hidden.shape[1], device=hidden.device)
-        new = self.drafter.context_key_values(hidden, self.rows.lengths[:, None] + steps)
-        for buffers, states in zip(self._buffers, new, strict=True):
-            for buffer, state in zip(buffers, states, strict=True):
-                buffer.write(state, self.rows)
-        self.rows.set(self.rows.lengths + counts)
+        self.context.observe(hidden, counts, tokens)
 
-    def context(self) -> list[KeyValue]:
-        """Return each layer's keys and values of the context `[B, kv_heads, longest, head_dim]`."""
-        return [(k.read(self.rows), v.read(self.rows)) for k, v in self._buffers]
-
-    def block_hidden(self, anchors: Tensor) -> Tensor:
-        """Return the drafter's states `[B, K, H]` of the blocks that start at `anchors` `[B]`."""
-        shape = (len(anchors), self.block_size)
-        ids = torch.full(shape, self.drafter.config.mask_token_id, device=self.target.device)
-        ids[:, 0] = anchors
-        positions = self.rows.lengths[:, None] + self._slots
-        attend = full_attention if self.rows.even else ragged_attention(self.rows, self.block_size)
-        hidden: Tensor = self.drafter(self.target.embed(ids), positions, self.context(), attend)
-        return hidden
+    def keep(self, index: Tensor) -> None:
+        """See `Proposer.keep`."""
+        self.context.keep(index)
 
     def propose(
         self, anchors: Tensor, sampling: Sampling, uniform: Tensor, seen: Tensor | None
     ) -> Proposal:
-        """See `Proposer.propose`."""
-        logits = self.head(self.block_hidden(anchors)[:, 1:])
-        if seen is None and (sampling.greedy or sampling.rule == "match"):
-            return Proposal(self._target_ids(logits.argmax(dim=-1)))
-        return self._slot_by_slot(logits.float(), sampling, uniform, seen)
+        """See `Proposer.propose`.
 
-    def keep(self, index: Tensor) -> None:
-        """See `Proposer.keep`."""
-        for buffers in self._buffers:
-            for buffer in buffers:
-                buffer.keep(index)
-        self.rows.set(self.rows.lengths[index])
-
-    def _slot_by_slot(
-        self, logits: Tensor, sampling: Sampling, uniform: Tensor, seen: Tensor | None
-    ) -> Proposal:
-        """Choose one slot after the other, since penalties depend on the drafts before."""
-        sampled = not sampling.greedy and sampling.rule == "rejection"
-        here = None if seen is None else seen[:, self._all_ids()].clone()
-        rows, chosen, q = torch.arange(len(logits), device=logits.device), [], []
+        Raises:
+            UserError: Rejection sampling from a drafter that drafts out of order.
+        """
+        config = self.drafter.config
+        if config.denoising_steps > 1:
+            return self._by_confidence(anchors, sampling, seen)
+        if config.autoregressive:
+            return self._token_by_token(anchors, self._choice(sampling, uniform, seen))
+        logits = self.head(self.block_hidden(self.block_ids(anchors))[:, 1:])
+        argmax = sampling.greedy or sampling.rule == "match"
+        if seen is None and argmax and self.drafter.markov is None:
+            return Proposal(self.target_ids(logits.argmax(dim=-1)))
+        choice, previous = self._choice(sampling, uniform, seen), anchors
         for slot in range(logits.shape[1]):
             scores = logits[:, slot]
-            if here is not None:
-                scores = penalize(scores, here, sampling.repetition_penalty)
-            if sampled:
-                q.append(distribution(scores, sampling))
-                chosen.append(draw(q[-1], uniform[:, slot]))
-            else:
-                chosen.append(scores.argmax(dim=-1))
-            if here is not None:
-                here[rows, chosen[-1]] = True
-        tokens = self._target_ids(torch.stack(chosen, dim=1))
-        return Proposal(
-            tokens, self._over_target_vocabulary(torch.stack(q, dim=1)) if sampled else None
-        )
+            if self.drafter.markov is not None:
+                scores = scores + self.drafter.markov(previous)
+            previous = choice(scores)
+        return choice.proposal()
 
-    def _all_ids(self) -> Tensor:
-        if self.draft_ids is not None:
-            return self.draft_ids
-        return torch.arange(self.head.weight.shape[0], device=self.target.device)
+    def block_ids(self, anchors: Tensor) -> Tensor:
+        """Return the blocks' input ids `[B, K]`: anchors `[B]`, then mask tokens."""
+        shape = (len(anchors), self.block_size)
+        ids = torch.full(shape, self.drafter.config.mask_token_id, device=self.target.device)
+        ids[:, 0] = anchors
+        return ids
 
-    def _target_ids(self, rows: Tensor) -> Tensor:
+    def block_hidden(self, ids: Tensor) -> Tensor:
+        """Return the drafter's states `[B, K, H]` of blocks with input ids `[B, K]`."""
+        context, count = self.context, ids.shape[1]
+        places = context.rows.lengths[:, None] + torch.arange(count, device=ids.device)
+        attends = [
+            slot_attention(context.rows, 0, count, self.drafter.config.causal, window)
+            for window in context.windows
+        ]
+        known = context.known
+        known = None if known is None else known[:, None].expand(-1, count, -1)
+        inputs = self.drafter.enter(self.target.embed(ids), known)
+        hidden: Tensor = self.drafter(inputs, places, context.key_values(), attends)
+        return hidden
+
+    def target_ids(self, rows: Tensor) -> Tensor:
+        """Return the target tokens of rows of the draft vocabulary."""
         return rows if self.draft_ids is None else self.draft_ids[rows]
 
-    def _over_target_vocabulary(self, q: Tensor) -> Tensor:
-        if self.draft_ids is None:
-            return q
-        whole = q.new_zeros(*q.shape[:-1], self.target.head.weight.shape[0])
-        whole[..., self.draft_ids] = q
-        return whole
+    def _choice(self, sampling: Sampling, uniform: Tensor, seen: Tensor | None) -> Choice:
+        vocab_size = self.target.head.weight.shape[0]
+        return Choice(self.draft_ids, vocab_size, sampling, uniform, seen)
+
+    def _token_by_token(self, anchors: Tensor, choice: Choice) -> Proposal:
+        walk, token = TokenWalk(self), anchors
+        for _ in range(self.block_size - 1):
+            token = choice(self.head(walk.step(token)))
+        return choice.proposal()
+
+    def _by_confidence(self, anchors: Tensor, sampling: Sampling, seen: Tensor | None) -> Proposal:
+        """Fix the most confident slots pass by pass: the argmax of each, whatever the sampling."""
+        if not sampling.greedy and sampling.rule == "rejection":
+            raise UserError(
+                "rule: rejection needs drafts sampled in order, and this drafter denoises out of "
+                "order; take match"
+            )
+        ids = self.block_ids(anchors)
+        open_ = torch.ones(len(ids), self.block_size - 1, dtype=torch.bool, device=ids.device)
+        steps = self.drafter.config.denoising_steps
+        for step in range(steps):
+            logits = self.head(self.block_hidden(ids)[:, 1:]).float()
+            if seen is not None:
+                here = seen[:, None, :] if self.draft_ids is None else seen[:, None, self.draft_ids]
+                logits = penalize(logits, here, sampling.repetition_penalty)
+            best, rows = logits.softmax(dim=-1).max(dim=-1)
+            left = self.block_size - 1 - (self.block_size - 1) * step // steps
+            after = self.block_size - 1 - (self.block_size - 1) * (step + 1) // steps
+            fix = best.masked_fill(~open_, -1.0).topk(left - after, dim=1).indices
+            ids[:, 1:].scatter_(1, fix, self.target_ids(rows).gather(1, fix))
+            open_.scatter_(1, fix, False)
+        return Proposal(ids[:, 1:])
 
 
-def ragged_attention(rows: Rows, block_size: int) -> Attend:
-    """Attend to each row's own context length and to its block."""
-    keys = torch.arange(rows.longest, device=rows.lengths.device)
-    context = (keys < rows.lengths[:, None])[:, None, None].expand(-1, 1, block_size, -1)
-    mask = torch.cat([context, context.new_ones(len(context), 1, block_size, block_size)], dim=-1)
+class TokenWalk:
+    """A block drafted token by token: one causal pass each, which sees the ones before.
 
-    def attend(
-        q: Tensor, k_context: Tensor, v_context: Tensor, k_block: Tensor, v_block: Tensor
-    ) -> Tensor:
-        keys = torch.cat([k_context, k_block], dim=2)
-        values = torch.cat([v_context, v_block], dim=2)
-        return scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
+    Args:
+        proposer: Gives drafter, target and context.
+    """
 
-    return attend
+    def __init__(self, proposer: DrafterProposer) -> None:
+        self.proposer, self.context = proposer, proposer.context
+        self.entering, self.slot = self.context.known, 0
+        self._key_values = self.context.key_values()
+        self._slots: list[KeyValue | None] = [None] * len(self._key_values)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Return the state `[B, H]` that says what follows `tokens` `[B]` in the next slot."""
+        drafter, rows = self.proposer.drafter, self.context.rows
+        entering = None if self.entering is None else self.entering[:, None]
+        inputs = drafter.enter(self.proposer.target.embed(tokens[:, None]), entering)
+        attends = [self._attend(layer) for layer in range(len(self._slots))]
+        places = rows.lengths[:, None] + self.slot
+        hidden: Tensor = drafter(inputs, places, self._key_values, attends)[:, 0]
+        self.slot += 1
+        if self.entering is not None:
+            self.entering = hidden
+        return hidden
+
+    def _attend(self, layer: int) -> Attend:
+        over = slot_attention(self.context.rows, self.slot, 1, True, self.context.windows[layer])
+
+        def attend(q: Tensor, k_context: Tensor, v_context: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            before = self._slots[layer]
+            if before is not None:
+                k, v = torch.cat([before[0], k], dim=2), torch.cat([before[1], v], dim=2)
+            self._slots[layer] = (k, v)
+            return over(q, k_context, v_context, k, v)
+
+        return attend
 
 
 def decoding_copy(drafter: Drafter, dtype: torch.dtype) -> Drafter:

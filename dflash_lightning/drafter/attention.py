@@ -3,7 +3,9 @@
 For a query in block `(a, k)`: context position `p` is visible iff `s <= p < a`, where `s` is where
 the anchor's document starts in its row (strictly before the anchor, by position: at inference its
 own feature does not exist yet), and a block's slot is visible iff it belongs to the same block.
-Dead blocks keep their own slots, so no row is ever empty.
+Dead blocks keep their own slots, so no row is ever empty. Two options, the same in decoding: inside
+a causal block, slot `j` is visible iff `j <= k`; in a sliding layer, whatever lies at or before
+position `a + k - window` is hidden.
 
 An attention is a function `(q, k_context, v_context, k_block, v_block) -> output` over
 `[B, heads, length, head_dim]`; the layers don't know which one they were given.
@@ -29,6 +31,8 @@ def dense_mask(
     block_size: int,
     context_length: int,
     context_starts: Tensor | None = None,
+    causal: bool = False,
+    window: int | None = None,
 ) -> Tensor:
     """Return the specification: visibility `[B, N*K, S + N*K]`, true where a query sees a key.
 
@@ -37,15 +41,23 @@ def dense_mask(
         block_size: K.
         context_length: S.
         context_starts: Where the documents of the anchors start `[B, N]`; None means at 0.
+        causal: Whether slots see no later slot of their block.
+        window: How many positions up to its own a query sees; None means all.
     """
     anchors = anchor_positions.repeat_interleave(block_size, dim=1)
     positions = torch.arange(context_length, device=anchors.device)
     context = positions < anchors[:, :, None]
     if context_starts is not None:
         context &= positions >= context_starts.repeat_interleave(block_size, dim=1)[:, :, None]
-    owner = torch.arange(anchors.shape[1], device=anchors.device) // block_size
-    same_block = (owner[:, None] == owner[None, :]).expand(anchors.shape[0], -1, -1)
-    return torch.cat([context, same_block], dim=-1)
+    index = torch.arange(anchors.shape[1], device=anchors.device)
+    owner, slot = index // block_size, index % block_size
+    block = owner[:, None] == owner[None, :]
+    if causal:
+        block &= slot[None, :] <= slot[:, None]
+    if window is not None:
+        context &= positions > (anchors + slot)[:, :, None] - window
+        block &= slot[None, :] > slot[:, None] - window
+    return torch.cat([context, block.expand(anchors.shape[0], -1, -1)], dim=-1)
 
 
 def dense_attention(
@@ -53,12 +65,16 @@ def dense_attention(
     block_size: int,
     context_length: int,
     context_starts: Tensor | None = None,
+    causal: bool = False,
+    window: int | None = None,
 ) -> Attend:
     """Attend under the dense mask, written out.
 
     Slow, large, and what the other ways are tested against.
     """
-    mask = dense_mask(anchor_positions, block_size, context_length, context_starts)[:, None]
+    mask = dense_mask(anchor_positions, block_size, context_length, context_starts, causal, window)[
+        :, None
+    ]
 
     def attend(
         q: Tensor, k_context: Tensor, v_context: Tensor, k_block: Tensor, v_block: Tensor
@@ -89,6 +105,8 @@ def chunked_attention(
     block_size: int,
     context_length: int,
     context_starts: Tensor | None = None,
+    causal: bool = False,
+    window: int | None = None,
     queries_per_chunk: int = QUERIES_PER_CHUNK,
 ) -> Attend:
     """Attend chunk of blocks by chunk of blocks.
@@ -109,8 +127,9 @@ def chunked_attention(
         )
     ):
         last = min(int(anchors.max()), context_length)
-        first = int(torch.where(anchors > starts, starts, last).min())
-        mask = dense_mask(anchors - first, block_size, last - first, starts - first)
+        seen = starts if window is None else torch.maximum(starts, anchors + 1 - window)
+        first = int(torch.where(anchors > seen, seen, last).min())
+        mask = dense_mask(anchors - first, block_size, last - first, starts - first, causal, window)
         slot = n * per_chunk * block_size
         slots = slice(slot, slot + anchors.shape[1] * block_size)
         chunks.append(_Chunk(slots, slice(first, last), mask[:, None]))
@@ -140,6 +159,8 @@ def flex_mask(
     block_size: int,
     context_length: int,
     context_starts: Tensor | None = None,
+    causal: bool = False,
+    window: int | None = None,
 ) -> Callable[..., Tensor]:
     """Return the mask as flex attention wants it: `(batch, head, query, key) -> visible`.
 
@@ -152,11 +173,15 @@ def flex_mask(
 
     def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         block = (q // block_size).clamp(max=num_blocks - 1)
-        in_context = (
-            (kv < context_length) & (kv >= starts[b, block]) & (kv < anchor_positions[b, block])
-        )
+        anchor = anchor_positions[b, block]
+        in_context = (kv < context_length) & (kv >= starts[b, block]) & (kv < anchor)
         slot = kv - context_length
         in_block = (slot >= 0) & (slot < queries) & (slot // block_size == block)
+        if causal:
+            in_block = in_block & (slot <= q)
+        if window is not None:
+            in_context = in_context & (kv > anchor + q % block_size - window)
+            in_block = in_block & (slot > q - window)
         return (q < queries) & (in_context | in_block)
 
     return visible
@@ -167,6 +192,8 @@ def flex_attention(
     block_size: int,
     context_length: int,
     context_starts: Tensor | None = None,
+    causal: bool = False,
+    window: int | None = None,
 ) -> Attend:
     """Attend with compiled flex attention (CUDA; torch has no backward for it on CPU)."""
     from torch.nn.attention.flex_attention import create_block_mask
@@ -175,7 +202,7 @@ def flex_attention(
     queries = num_blocks * block_size
     compiled = _compiled_flex()
     mask = create_block_mask(
-        flex_mask(anchor_positions, block_size, context_length, context_starts),
+        flex_mask(anchor_positions, block_size, context_length, context_starts, causal, window),
         batch,
         None,
         queries,
@@ -208,6 +235,8 @@ def training_attention(
     block_size: int,
     context_length: int,
     context_starts: Tensor | None = None,
+    causal: bool = False,
+    window: int | None = None,
 ) -> Attend:
     """Return the attention of a training batch; `auto` is flex on CUDA, chunked elsewhere."""
     if name == "auto":
@@ -217,7 +246,9 @@ def training_attention(
         "chunked": chunked_attention,
         "flex": flex_attention,
     }
-    return makers[name](anchor_positions, block_size, context_length, context_starts)
+    return makers[name](
+        anchor_positions, block_size, context_length, context_starts, causal, window
+    )
 
 
 def full_attention(

@@ -3,10 +3,12 @@
 Everything a checkpoint needs to be rebuilt and to be refused by the wrong target.
 """
 
+from dataclasses import asdict, fields
 from typing import Any
 
 from transformers import PreTrainedConfig
 
+from dflash_lightning.drafter.axes import Axes
 from dflash_lightning.errors import UserError
 
 
@@ -34,6 +36,14 @@ class DrafterConfig(PreTrainedConfig):
         target_revision: Its hub revision; null is the default branch.
         target_dtype: Precision in which the target ran.
         target_fingerprint: Identity of the target's weights.
+        fusion: This and the following as in `drafter.axes.Axes`.
+        injection: See there.
+        drafting: See there.
+        denoising_steps: See there.
+        in_block: See there.
+        sliding_window: See there.
+        sliding_layers: See there.
+        markov_rank: See there.
     """
 
     model_type = "dflash_drafter"
@@ -58,11 +68,35 @@ class DrafterConfig(PreTrainedConfig):
     target_revision: str | None = None
     target_dtype: str = "bfloat16"
     target_fingerprint: str = ""
+    fusion: str = "shared"
+    injection: str = "kv"
+    drafting: str = "block"
+    denoising_steps: int = 1
+    in_block: str = "bidirectional"
+    sliding_window: int | None = None
+    sliding_layers: list[int] | None = None
+    markov_rank: int | None = None
 
     @property
     def num_taps(self) -> int:
         """T, the number of tapped target layers."""
         return len(self.target_layer_ids or [])
+
+    @property
+    def autoregressive(self) -> bool:
+        """Whether each drafted token takes a pass of its own."""
+        return self.drafting == "autoregressive"
+
+    @property
+    def causal(self) -> bool:
+        """Whether a slot sees no later slot of its block."""
+        return self.autoregressive or self.in_block == "causal"
+
+    def windows(self) -> list[int | None]:
+        """Return each layer's sliding window in positions, None where it sees everything."""
+        layers = range(self.num_hidden_layers)
+        sliding = set(layers if self.sliding_layers is None else self.sliding_layers)
+        return [self.sliding_window if layer in sliding else None for layer in layers]
 
 
 ARCHITECTURE_KEYS = (
@@ -78,6 +112,7 @@ ARCHITECTURE_KEYS = (
     "mask_token_id",
     "target_layer_ids",
     "target_fingerprint",
+    *(axis.name for axis in fields(Axes)),
 )
 """What a resumed or evaluated checkpoint must share with the experiment."""
 
@@ -95,18 +130,14 @@ def drafter_config(
     target_revision: str | None = None,
     target_dtype: str = "bfloat16",
     target_fingerprint: str = "",
+    axes: Axes = Axes(),  # noqa: B008
 ) -> DrafterConfig:
     """Return the configuration of a drafter for a target with text config `target_config`.
 
     Raises:
         UserError: A size is out of range, or the target has no RoPE base to take over.
     """
-    if block_size < 2:
-        raise UserError(
-            f"model.block_size: needs at least 2 (an anchor and one slot), got {block_size}"
-        )
-    if num_layers < 1:
-        raise UserError(f"model.num_layers: needs at least 1, got {num_layers}")
+    axes.check(num_layers, block_size)
     heads = int(target_config.num_attention_heads)
     return DrafterConfig(
         hidden_size=target_config.hidden_size,
@@ -128,6 +159,7 @@ def drafter_config(
         target_revision=target_revision,
         target_dtype=target_dtype,
         target_fingerprint=target_fingerprint,
+        **asdict(axes),
     )
 
 

@@ -1,11 +1,11 @@
 """The DFlash drafter: blocks and tapped target states in, hidden states of the blocks out.
 
 See arXiv 2602.06036, section 4. Training and decoding run the same layers; they differ in where the
-context's keys and values come from (a whole sequence, or a cache) and in the attention function
-they pass.
+context's keys and values come from (a whole sequence, or a cache) and in the attention functions
+they pass, one a layer.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -18,6 +18,8 @@ from dflash_lightning.drafter.config import DrafterConfig
 from dflash_lightning.drafter.rope import Rotation, rotate, rotation
 
 KeyValue = tuple[Tensor, Tensor]
+StreamAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Attention of layer n over the context itself: `(n, q, k, v) -> output`."""
 
 
 class DrafterAttention(nn.Module):
@@ -78,17 +80,47 @@ class DrafterLayer(nn.Module):
         return output
 
 
-class Drafter(PreTrainedModel):
-    """A block-diffusion drafter.
+class Fusion(nn.Module):
+    """One map from the tapped states of a position to one state."""
 
-    State-dict names are z-lab's, so its weights load there and in serving engines. It has no
-    embedding and no head: both are the target's. `draft_ids` `[Vd]` lists the target tokens it can
-    say (all of them, in order, where the draft vocabulary is full, and then it is not stored).
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.fc = nn.Linear(config.num_taps * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return `[B, S, H]` for tapped states `[B, S, T*H]`."""
+        return fuse(self.fc, self.hidden_norm, states)
+
+
+class MarkovHead(nn.Module):
+    """A bias on the logits by the token drafted before: a low-rank table of token pairs."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        assert config.markov_rank is not None
+        self.before = nn.Embedding(config.vocab_size, config.markov_rank)
+        rows = config.draft_vocab_size or config.vocab_size
+        self.after = nn.Linear(config.markov_rank, rows, bias=False)
+
+    def forward(self, previous: Tensor) -> Tensor:
+        """Return the bias `[..., Vd]` after target tokens `[...]`."""
+        bias: Tensor = self.after(self.before(previous))
+        return bias
+
+
+class Drafter(PreTrainedModel):
+    """A block-diffusion drafter, or one of the baselines it is compared with (`drafter.axes`).
+
+    State-dict names are z-lab's, so the weights of the published architecture load there and in
+    serving engines. It has no embedding and no head: both are the target's. `draft_ids` `[Vd]`
+    lists the target tokens it can say (all of them, in order, where the draft vocabulary is full,
+    and then it is not stored).
     """
 
     config_class = DrafterConfig
     base_model_prefix = ""
-    main_input_name = "noise_embedding"
+    main_input_name = "inputs"
     supports_gradient_checkpointing = False
     _no_split_modules = ["DrafterLayer"]  # noqa: RUF012
     config: DrafterConfig
@@ -96,52 +128,117 @@ class Drafter(PreTrainedModel):
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
-        self.fc = nn.Linear(config.num_taps * config.hidden_size, config.hidden_size, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        size = config.hidden_size
+        if config.injection != "none" and config.fusion == "shared":
+            self.fc = nn.Linear(config.num_taps * size, size, bias=False)
+            self.hidden_norm = Qwen3RMSNorm(size, eps=config.rms_norm_eps)
+        if config.fusion == "per_layer":
+            self.fusions = nn.ModuleList(Fusion(config) for _ in range(config.num_hidden_layers))
+        if config.injection == "input":
+            self.in_proj = nn.Linear(2 * size, size, bias=False)
         self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = Qwen3RMSNorm(size, eps=config.rms_norm_eps)
+        self.markov = None if config.markov_rank is None else MarkovHead(config)
         if config.draft_vocab_size is not None:
             self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size))
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
         elif isinstance(module, Qwen3RMSNorm):
             nn.init.ones_(module.weight)
 
-    def context_key_values(self, target_hidden: Tensor, positions: Tensor) -> list[KeyValue]:
-        """Return each layer's keys and values of the context.
+    def context_key_values(self, states: Tensor, positions: Tensor) -> list[KeyValue]:
+        """Return each layer's keys and values of the context, for injection `kv`.
 
         Args:
-            target_hidden: Tapped target states `[B, S, T*H]`.
+            states: Tapped target states `[B, S, T*H]`.
             positions: Their absolute positions `[B, S]`.
         """
-        if not torch.is_autocast_enabled(target_hidden.device.type):
-            target_hidden = target_hidden.to(self.fc.weight.dtype)
-        context = self.hidden_norm(self.fc(target_hidden))
         by = rotation(positions, self.config)
-        layers = cast(Iterable[DrafterLayer], self.layers)
-        return [layer.self_attn.key_value(context, by) for layer in layers]
+        if self.config.fusion == "per_layer":
+            contexts = [fusion(states) for fusion in self.fusions]
+        else:
+            contexts = [self.fused(states)] * len(self.layers)
+        return [
+            layer.self_attn.key_value(context, by)
+            for layer, context in zip(self._layers(), contexts, strict=True)
+        ]
+
+    def fused(self, states: Tensor) -> Tensor:
+        """Return one state `[B, S, H]` a position from its tapped ones `[B, S, T*H]`."""
+        return fuse(self.fc, self.hidden_norm, states)
+
+    def enter(self, embedded: Tensor, fused: Tensor | None) -> Tensor:
+        """Return the layers' inputs `[..., H]` from token embeddings, with injection `input`.
+
+        Args:
+            embedded: Target embeddings of tokens `[..., H]`.
+            fused: The fused state that each token enters with `[..., H]`; None but for `input`.
+        """
+        embedded = embedded.to(self.norm.weight.dtype)
+        if fused is None:
+            return embedded
+        inputs: Tensor = self.in_proj(torch.cat([embedded, fused.to(embedded.dtype)], dim=-1))
+        return inputs
+
+    def stream_key_values(
+        self, inputs: Tensor, positions: Tensor, attend: StreamAttend
+    ) -> list[KeyValue]:
+        """Run the layers over the context itself; return each layer's keys and values of it.
+
+        For injection `input` and `none`. The last layer gives its keys and values only.
+
+        Args:
+            inputs: From `enter` `[B, S, H]`.
+            positions: Absolute positions `[B, S]`.
+            attend: Causal attention of layer n over the context.
+        """
+        by = rotation(positions, self.config)
+        found: list[KeyValue] = []
+
+        def over_itself(q: Tensor, _k: Tensor, _v: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            found.append((k, v))
+            return attend(len(found) - 1, q, k, v)
+
+        *first, last = self._layers()
+        nothing = inputs[:, None, :0]
+        for layer in first:
+            inputs = layer(inputs, by, (nothing, nothing), over_itself)
+        found.append(last.self_attn.key_value(last.input_layernorm(inputs), by))
+        return found
 
     def forward(
         self,
-        noise_embedding: Tensor,
+        inputs: Tensor,
         positions: Tensor,
         context: Sequence[KeyValue],
-        attend: Attend,
+        attend: Attend | Sequence[Attend],
     ) -> Tensor:
         """Return the blocks' final-normed hidden states `[B, N*K, H]`, ready for the target's head.
 
         Args:
-            noise_embedding: Target embeddings of the blocks' input ids `[B, N*K, H]`.
+            inputs: Target embeddings of the blocks' input ids `[B, N*K, H]`; see `enter`.
             positions: Absolute position of each slot `[B, N*K]`.
-            context: Per layer, keys and values from `context_key_values`.
-            attend: Who sees whom; see `drafter.attention`.
+            context: Per layer, the context's keys and values.
+            attend: Who sees whom, for all layers or one a layer; see `drafter.attention`.
         """
         by = rotation(positions, self.config)
-        hidden = noise_embedding.to(self.fc.weight.dtype)
-        for layer, key_value in zip(self.layers, context, strict=True):
-            hidden = layer(hidden, by, key_value, attend)
+        hidden = inputs.to(self.norm.weight.dtype)
+        attends = attend if isinstance(attend, Sequence) else [attend] * len(self.layers)
+        for layer, key_value, over in zip(self.layers, context, attends, strict=True):
+            hidden = layer(hidden, by, key_value, over)
         output: Tensor = self.norm(hidden)
         return output
+
+    def _layers(self) -> list[DrafterLayer]:
+        return cast(list[DrafterLayer], list(self.layers))
+
+
+def fuse(fc: nn.Linear, norm: nn.Module, states: Tensor) -> Tensor:
+    """Return `norm(fc(states))` in the weights' dtype, or as autocast has it."""
+    if not torch.is_autocast_enabled(states.device.type):
+        states = states.to(fc.weight.dtype)
+    fused: Tensor = norm(fc(states))
+    return fused

@@ -1,36 +1,146 @@
 """The drafter over the blocks of a training batch: every block at once."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from dflash_lightning.data.blocks import Batch
-from dflash_lightning.drafter.attention import AttentionName, training_attention
-from dflash_lightning.drafter.model import Drafter
+from dflash_lightning.drafter.attention import Attend, AttentionName, training_attention
+from dflash_lightning.drafter.model import Drafter, KeyValue
 from dflash_lightning.target import Target
 
 
 def training_hidden(
-    drafter: Drafter, target: Target, batch: Batch, states: Tensor, attention: AttentionName
+    drafter: Drafter, target: Target, batch: Batch, states: Tensor | None, attention: AttentionName
 ) -> Tensor:
-    """Return the drafter's hidden states `[B, N, K, H]` of a batch's blocks.
+    """Return the drafter's hidden states `[B, N, K, H]` of a batch's blocks; slot k says token k.
 
     Args:
         drafter: The drafter.
         target: Gives the embedding.
         batch: The blocks.
-        states: Tapped target states `[B, S, T*H]` of the batch's rows.
+        states: Tapped target states `[B, S, T*H]` of the batch's rows; None without injection.
         attention: How the blocks attend.
     """
-    starts = batch.document_starts
+    config = drafter.config
+    starts, anchors = batch.document_starts, batch.anchor_positions
     positions = torch.arange(starts.shape[1], device=starts.device) - starts
-    attend = training_attention(
-        attention,
-        batch.anchor_positions,
-        batch.noise_ids.shape[2],
-        starts.shape[1],
-        starts.gather(1, batch.anchor_positions),
-    )
-    context = drafter.context_key_values(states, positions)
-    noise = target.embed(batch.noise_ids.flatten(1))
-    blocks: Tensor = drafter(noise, batch.position_ids.flatten(1), context, attend)
-    return blocks.unflatten(1, batch.noise_ids.shape[1:])
+    known: Tensor | None = None
+    if config.injection == "kv":
+        assert states is not None
+        context = drafter.context_key_values(states, positions)
+    else:
+        if config.injection == "input":
+            assert states is not None
+            known = last_known(drafter.fused(states), positions)
+        inputs = drafter.enter(target.embed(batch.input_ids), known)
+        over_itself = [_causal_attention(starts, window) for window in config.windows()]
+        context = drafter.stream_key_values(
+            inputs, positions, lambda layer, *qkv: over_itself[layer](*qkv)
+        )
+    tokens = target.embed(batch.noise_ids)
+    entering = None if known is None else _at(known, anchors)
+    if config.autoregressive and entering is not None:
+        return _unrolled(drafter, batch, tokens, entering, context)
+    if entering is not None:
+        entering = entering[:, :, None].expand(-1, -1, tokens.shape[2], -1)
+    attends = [
+        training_attention(
+            attention,
+            anchors,
+            tokens.shape[2],
+            starts.shape[1],
+            starts.gather(1, anchors),
+            config.causal,
+            window,
+        )
+        for window in config.windows()
+    ]
+    inputs = drafter.enter(tokens, entering).flatten(1, 2)
+    blocks: Tensor = drafter(inputs, batch.position_ids.flatten(1), context, attends)
+    blocks = blocks.unflatten(1, batch.noise_ids.shape[1:])
+    return pad(blocks[:, :, :-1], (0, 0, 1, 0)) if config.autoregressive else blocks
+
+
+def last_known(fused: Tensor, positions: Tensor) -> Tensor:
+    """Return what each position enters with: the fused state `[B, S, H]` of the one before it.
+
+    A document's first position enters with zeros.
+    """
+    return pad(fused[:, :-1], (0, 0, 1, 0)) * (positions > 0)[..., None]
+
+
+def _at(known: Tensor, anchors: Tensor) -> Tensor:
+    return known.gather(1, anchors[..., None].expand(-1, -1, known.shape[-1]))
+
+
+def _causal_attention(starts: Tensor, window: int | None) -> Attend:
+    """Attend causally within each document of a row; starts are `[B, S]`."""
+    place = torch.arange(starts.shape[1], device=starts.device)
+    visible = (place <= place[:, None]) & (place >= starts[..., None])
+    if window is not None:
+        visible &= place > place[:, None] - window
+    mask = visible[:, None]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+    return attend
+
+
+def _unrolled(
+    drafter: Drafter, batch: Batch, tokens: Tensor, entering: Tensor, context: Sequence[KeyValue]
+) -> Tensor:
+    """Draft token by token, as in decoding: the drafter's own last state enters with each token.
+
+    The tokens are the data's: what follows a wrong one is never used.
+
+    Args:
+        drafter: The drafter.
+        batch: The blocks.
+        tokens: Embeddings of the blocks' tokens `[B, N, K, H]`.
+        entering: What enters with the anchors `[B, N, H]`.
+        context: Each layer's keys and values of the context.
+    """
+    steps = [_SlotBySlot(batch, window) for window in drafter.config.windows()]
+    found = [torch.zeros_like(entering)]
+    for slot in range(tokens.shape[2] - 1):
+        inputs = drafter.enter(tokens[:, :, slot], entering)
+        entering = drafter(inputs, batch.position_ids[:, :, slot], context, steps)
+        found.append(entering)
+    return torch.stack(found, dim=2)
+
+
+class _SlotBySlot:
+    """Attention of one slot of every block at a time, which remembers the slots before."""
+
+    def __init__(self, batch: Batch, window: int | None) -> None:
+        self.window, self.anchors = window, batch.anchor_positions[..., None]
+        self.starts = batch.document_starts.gather(1, batch.anchor_positions)[..., None]
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def __call__(
+        self, q: Tensor, k_context: Tensor, v_context: Tensor, k_slot: Tensor, v_slot: Tensor
+    ) -> Tensor:
+        self.keys.append(k_slot)
+        self.values.append(v_slot)
+        slot, first = len(self.keys) - 1, 0
+        place = torch.arange(k_context.shape[2], device=q.device)
+        visible = (place < self.anchors) & (place >= self.starts)
+        if self.window is not None:
+            visible &= place > self.anchors + slot - self.window
+            first = max(0, slot - self.window + 1)
+        groups = q.shape[1] // k_slot.shape[1]
+        keys, values = (torch.stack(x[first:], dim=3) for x in (self.keys, self.values))
+        keys, values, k_context, v_context = (
+            x.repeat_interleave(groups, dim=1) for x in (keys, values, k_context, v_context)
+        )
+        scores = (q @ k_context.transpose(-1, -2)).masked_fill(~visible[:, None], -torch.inf)
+        own = (keys @ q[..., None])[..., 0]
+        weights = (torch.cat([scores, own], dim=-1).float() * q.shape[-1] ** -0.5).softmax(dim=-1)
+        far, near = weights.to(v_slot.dtype).split([scores.shape[-1], own.shape[-1]], dim=-1)
+        output: Tensor = far @ v_context + (near[..., None, :] @ values)[..., 0, :]
+        return output
