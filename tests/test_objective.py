@@ -1,5 +1,6 @@
 """The objective of whole batches against the target run by itself, slot by slot."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from reference import EveryAnchor, token_ids
 from tiny import MASK, VOCAB, tiny_drafter, tiny_target
 from torch import Tensor
 
+from dflash_lightning.cli import main
 from dflash_lightning.data.anchors import AllAnchors, Anchors, RandomAnchors, UniformAnchors
 from dflash_lightning.data.blocks import Batch, BlockCollator
 from dflash_lightning.data.samples import Sample
@@ -231,3 +233,47 @@ def test_the_markov_head_learns_from_the_token_before(loss: str) -> None:
             assert slow is not None
             assert slow.abs().max() > 1e-3
             torch.testing.assert_close(ours[name], slow, rtol=1e-3, atol=1e-4)
+
+
+# ---- from YAML -----------------------------------------------------------------------------------
+
+MIX_OF_TWO = (
+    "{class_path: MixedLoss, init_args: {terms: {data: {weight: 0.5, loss: CrossEntropy}, "
+    "taught: {loss: TargetKL}}}}"
+)
+
+
+@pytest.mark.parametrize("loss", ["TargetArgmax", MIX_OF_TWO], ids=["argmax", "mix"])
+def test_stored_and_online_states_teach_alike(loss: str, experiment: Path, tmp_path: Path) -> None:
+    """From the command line; the store then holds the final states as one more layer."""
+    (tmp_path / "loss.yaml").write_text(f"model:\n  loss: {loss}\n")
+    found = []
+    for features in ("online", "store"):
+        flags = {
+            "data.features": features,
+            "data.cache_dir": str(tmp_path / "cache"),
+            "trainer.max_steps": "2",
+            "trainer.default_root_dir": str(tmp_path / features),
+            "decode.final_prompts": "1",
+        }
+        words = [word for key, value in flags.items() for word in (f"--{key}", value)]
+        cli = main(["fit", "-c", str(experiment), "-c", str(tmp_path / "loss.yaml"), *words])
+        assert cli.datamodule.final_states
+        stored = {path.parent.name for path in (tmp_path / "cache").rglob("shard_*.bin")}
+        assert ("final" in stored) == (features == "store")
+        found.append(cli)
+    online, store = found
+    for key in ("train/loss", "val/loss", "val/accept_len"):
+        expected = float(online.trainer.callback_metrics[key])
+        assert float(store.trainer.callback_metrics[key]) == pytest.approx(expected, rel=1e-4), key
+    for name, weight in online.model.drafter.named_parameters():
+        torch.testing.assert_close(
+            store.model.drafter.get_parameter(name), weight, rtol=1e-3, atol=1e-4
+        )
+
+
+def test_a_mix_says_which_weight_is_wrong() -> None:
+    with pytest.raises(UserError, match=r"model\.loss\.terms\.kl\.weight: .* got 0"):
+        MixedLoss({"data": Term(CrossEntropy()), "kl": Term(TargetKL(), 0)})
+    with pytest.raises(UserError, match=r"model\.loss\.terms: .* at least one term"):
+        MixedLoss({})
