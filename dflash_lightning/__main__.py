@@ -54,6 +54,7 @@ def _quieten() -> None:
     own.propagate = False
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # unset, each loader process complains
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", category=FutureWarning)
     for message in ("does not have many workers", "LeafSpec", "is not supported by the model"):

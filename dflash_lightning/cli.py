@@ -27,7 +27,7 @@ from dflash_lightning.console import preparation_table
 from dflash_lightning.data.datamodule import DFlashDataModule
 from dflash_lightning.drafter.axes import noise_of
 from dflash_lightning.errors import UserError
-from dflash_lightning.evaluation import DecodingEvaluation
+from dflash_lightning.evaluation import DecodingEvaluation, run_folder
 from dflash_lightning.module import DFlashModule
 from dflash_lightning.run_names import run_name
 from dflash_lightning.target_spec import TargetConfig
@@ -155,9 +155,9 @@ class RunRecord(SaveConfigCallback):
 
     def save_config(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Write config.yaml into the run's folder and fill the HParams tab."""
-        if not trainer.loggers or not trainer.log_dir:
+        folder = run_folder(trainer)
+        if folder is None:
             return
-        folder = Path(trainer.log_dir)
         folder.mkdir(parents=True, exist_ok=True)
         name = "config.yaml" if stage == "fit" else f"config_{stage}.yaml"
         (folder / name).write_text(yaml.safe_dump(self.plain, sort_keys=False))
@@ -200,7 +200,7 @@ class PredictionWriter(pl.Callback):
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write one line a prompt."""
-        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        folder = run_folder(trainer) or Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "predictions.jsonl"
         rows = trainer.predict_loop.predictions

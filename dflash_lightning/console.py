@@ -63,17 +63,18 @@ def preparation_table(summaries: Mapping[Split, Summary], cache_dir: Path) -> No
     """Print what each prepared split holds, a column a split."""
     found = {split: summary.plain() for split, summary in summaries.items()}
     table = Table(title=f"prepared, in {cache_dir}", title_justify="left")
-    table.add_column()
+    table.add_column(no_wrap=True)
     for split in found:
         table.add_column(split, justify="right")
     for key in next(iter(found.values()), {}):
         values = [numbers[key] for numbers in found.values()]
         if any(values):
-            table.add_row(key.replace("_", " "), *(_cell(key, value) for value in values))
+            name = key.replace("_", " ") + (" (50, 99, 100%)" if "length" in key else "")
+            table.add_row(name, *(_cell(key, value) for value in values))
     Console().print(table)
 
 
 def _cell(key: str, value: float | dict[str, int]) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {length}" for name, length in value.items())
+        return ", ".join(str(value[q]) for q in ("50%", "99%", "100%") if q in value)
     return f"{value:.1%}" if key.startswith("share") else f"{value:,}"

@@ -135,7 +135,7 @@ class DecodingEvaluation(pl.Callback):
     def _conclude(self, trainer: pl.Trainer, module: pl.LightningModule, split: str) -> None:
         if not trainer.is_global_zero:
             return
-        folder = Path(trainer.log_dir) if trainer.loggers and trainer.log_dir else None
+        folder = run_folder(trainer)
         if folder is not None and trainer.state.fn == "fit":
             cast(DFlashModule, module).drafter.save_pretrained(folder / "drafter")
         target, drafter, prompts = self._parts(trainer, module, split, self.final_prompts)
@@ -227,3 +227,14 @@ class DecodingEvaluation(pl.Callback):
                 board.add_figure("decode/acceptance", acceptance_figure(found), trainer.global_step)
                 board.add_text("decode/sample", sample, trainer.global_step)
             logger.save()
+
+
+def run_folder(trainer: pl.Trainer) -> Path | None:
+    """Return where the run's files lie, None without a logger.
+
+    Any process may ask alone; `trainer.log_dir` waits until all of them do.
+    """
+    for logger in trainer.loggers[:1]:
+        folder = getattr(logger, "log_dir", None) or logger.save_dir
+        return Path(folder) if folder else None
+    return None

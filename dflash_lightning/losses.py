@@ -83,24 +83,21 @@ def chunked_loss(
         chunk: Slots per chunk, at least one block; memory grows with it, results don't change.
     """
     loss, position_weights = loss or CrossEntropy(), position_weights or UniformWeights()
-    blocks = label_mask.flatten(0, -2)
+    blocks, at = label_mask.flatten(0, -2), label_mask.nonzero(as_tuple=True)
     work = _Work(
         head,
         loss,
         position_weights,
         blocks,
-        Labels(labels.rows[label_mask], labels.known[label_mask]),
-        None if context is None else context[label_mask],
-        None if target is None else replace(target, places=target.places[label_mask]),
+        blocks.nonzero(as_tuple=True),
+        Labels(labels.rows[at], labels.known[at]),
+        None if context is None else context[at],
+        None if target is None else replace(target, places=target.places[at]),
     )
     parameters = [p for p in getattr(head, "parameters", list)() if p.requires_grad]
-    with_gradient = torch.is_grad_enabled()
+    parts, with_gradient = _cut(blocks.sum(dim=-1).tolist(), chunk), torch.is_grad_enabled()
     numerator, denominator, *of_slots = _GradientInForward.apply(
-        work,
-        _cut(blocks.sum(dim=-1).tolist(), chunk),
-        with_gradient,
-        hidden[label_mask],
-        *parameters,
+        work, parts, with_gradient, hidden[at], *parameters
     )
     slot_loss, weights, predictions = (
         torch.full_like(label_mask, empty, dtype=x.dtype).masked_scatter(label_mask, x)
@@ -144,12 +141,17 @@ class _Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class _Work:
-    """Everything about the slots but their states; `blocks` `[n, k]`, the others `[M, ...]`."""
+    """Everything about the slots but their states.
+
+    `blocks` `[n, k]` says which slots have a label, `at` `[M]` where they are, the others are
+    `[M, ...]` of these slots.
+    """
 
     head: Head
     loss: Loss
     position_weights: PositionWeights
     blocks: Tensor
+    at: tuple[Tensor, ...]
     labels: Labels
     context: Tensor | None
     target: TargetView | None
@@ -179,12 +181,13 @@ class _Work:
     def _weights(self, part: _Part, logits: Tensor, data: Labels) -> Tensor:
         """Return the weights `[m]` of a part's slots."""
         labelled, probabilities = self.blocks[part.blocks], None
+        at = self.at[0][part.slots] - part.blocks.start, self.at[1][part.slots]
         if self.position_weights.needs_probabilities:
             said = torch.exp(-cross_entropy(logits, data.rows, reduction="none")) * data.known
             probabilities = torch.zeros_like(labelled, dtype=logits.dtype)
-            probabilities[labelled] = said
+            probabilities[at] = said
         weights = self.position_weights(labelled, probabilities).to(logits.dtype)
-        return weights.expand(labelled.shape)[labelled]
+        return weights.expand(labelled.shape)[at]
 
 
 class _GradientInForward(torch.autograd.Function):

@@ -151,7 +151,7 @@ class DFlashModule(pl.LightningModule):
         if not self.needs_final_states and self.drafter.config.injection == "none":
             return None
         rows = (batch.input_ids, batch.attention_mask, batch.document_starts)
-        with self.target_time:
+        with self.target_time, torch.autocast(self.device.type, enabled=False):
             return self.target.document_states(*rows, final=self.needs_final_states)
 
     def block_hidden(self, batch: Batch, states: Tensor | None = None) -> Tensor:

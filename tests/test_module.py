@@ -710,6 +710,23 @@ def test_losses_are_the_same_with_stored_states(lab: Lab, packing: bool) -> None
     assert scores[1] == pytest.approx(scores[0], rel=1e-5)
 
 
+def test_the_target_runs_in_its_own_precision_under_mixed_precision(lab: Lab) -> None:
+    """As it does when its states are stored, and when a drafter decodes."""
+    module, data = lab.ready(lab.data())
+    batch, seen, build = the_batch(data), [], module.drafter.context_key_values
+
+    def spy(hidden: Tensor, positions: Tensor) -> Any:
+        seen.append(hidden)
+        return build(hidden, positions)
+
+    module.drafter.context_key_values = spy  # type: ignore[method-assign]
+    module.block_hidden(batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        module.block_hidden(batch)
+    assert seen[0].dtype == torch.float32
+    assert torch.equal(seen[0], seen[1])
+
+
 # ---- checkpoints and resuming --------------------------------------------------------------------
 
 

@@ -206,7 +206,7 @@ def test_a_source_without_a_fingerprint_is_read_every_time(
     third = ready_data(target_folder, tmp_path, other, responses="given")
     assert [len(d.samples["train"]) for d in (first, second, third)] == [5, 5, 6]
     assert same(first.samples["train"][4], third.samples["train"][4])
-    assert not list((tmp_path / "samples").rglob("partial"))
+    assert not list((tmp_path / "samples").rglob("*.partial"))
 
 
 @pytest.mark.parametrize(
@@ -233,11 +233,11 @@ def test_a_killed_build_leaves_nothing_half(target_folder: Path, tmp_path: Path)
     child.start()
     child.join(60)
     assert child.exitcode == -signal.SIGKILL
-    assert list((tmp_path / "samples").rglob("partial"))
+    assert list((tmp_path / "samples").rglob("*.partial"))
     assert not list((tmp_path / "samples").rglob("whole"))
     data = ready_data(target_folder, tmp_path, listed(200, name="a"), responses="given")
     assert len(data.samples["train"]) == 200
-    assert not list((tmp_path / "samples").rglob("partial"))
+    assert not list((tmp_path / "samples").rglob("*.partial"))
 
 
 def test_a_changed_file_is_read_again(target_folder: Path, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from dflash_lightning.decoding.sampling import (
     draw,
     penalize,
 )
+from dflash_lightning.drafter.axes import Axes
 from dflash_lightning.errors import UserError
 from dflash_lightning.target import Target
 
@@ -329,6 +330,32 @@ def test_a_real_drafter_keeps_the_distribution(
     tables = conditionals(eight, sampling)
     tokens, decoded = sample(eight, DrafterProposer(drafter, eight), sampling, 4)
     check_lossless(tokens, tables)
+    accepted = sum(c.accepted for d in decoded for c in d.cycles)
+    assert 0.02 < accepted / sum(c.drafted for d in decoded for c in d.cycles) < 0.98
+
+
+SYSTEMS = [
+    Axes(drafting="autoregressive"),
+    Axes(drafting="autoregressive", injection="input"),
+    Axes(markov_rank=3),
+    Axes(injection="none"),
+    Axes(denoising_steps=2),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", SYSTEMS, ids=lambda axes: axes.short_name)
+@pytest.mark.parametrize("narrow", [False, True])
+def test_every_way_of_drafting_keeps_the_distribution(
+    eight: Target, axes: Axes, narrow: bool
+) -> None:
+    """Where a draft depends on the one sampled before it, q is the distribution it came from."""
+    drafter = tiny_drafter(eight, axes=axes, draft_vocab_size=4 if narrow else None)
+    if narrow:
+        drafter.draft_ids.copy_(torch.tensor([1, 2, 5, 6]))
+    sampling = MATCH if axes.denoising_steps > 1 else REJECTION
+    tokens, decoded = sample(eight, DrafterProposer(drafter, eight), sampling, 4)
+    check_lossless(tokens, conditionals(eight, sampling))
     accepted = sum(c.accepted for d in decoded for c in d.cycles)
     assert 0.02 < accepted / sum(c.drafted for d in decoded for c in d.cycles) < 0.98
 

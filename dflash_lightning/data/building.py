@@ -80,7 +80,7 @@ class Recipe:
         self, split: Split, load_target: Callable[[], Target], folder: Path, named: bool
     ) -> Path:
         """Write the samples into `folder`; without a name of its own, into one named by content."""
-        partial, summary = folder / "partial", Summary()
+        partial, summary = folder / "whole.partial", Summary()
         held_out = () if split == "train" else self._decodable(split)
         made = write_samples(partial, self._usable(split, load_target, summary), held_out)
         if made.left_out and not len(made):
@@ -134,9 +134,9 @@ class Recipe:
         )
         try:
             yield from target_samples(prompts, book, self.spec, self.max_length, bad, summary)
-            if summary.answers:
-                text = json.dumps(summary.plain(), indent=2) + "\n"
-                write_whole(book.summary_file(split), text)
+            file = book.summary_file(split)
+            if summary.answers and (book.made or not file.is_file()):
+                write_whole(file, json.dumps(summary.plain(), indent=2) + "\n")
         finally:
             book.close()
 

@@ -98,6 +98,8 @@ def build_store(
                 _refuse_too_large(store.plan, lacking, cache_dir)
                 _fill(store.plan, load_target, samples, lacking)
         filled = time.perf_counter() - began - checked
+    if not check:
+        return store
     log.info(
         "data.features=store: %d tokens, %d layers, ready in %.1f s (checksums %.1f s, target %.1f "
         "s) in %s",

@@ -15,8 +15,6 @@ def open_dataset(path: str, name: str | None, revision: str | None, split: str) 
     Raises:
         UserError: The package is missing, or there is no such data set or split.
     """
-    if not path:
-        raise UserError("data.prompts.init_args.path: name a data set (hub id or folder)")
     try:
         import datasets
     except ImportError as error:

@@ -132,7 +132,7 @@ class ReasoningGymPrompts(PromptSource):
 class _SplitFiles(PromptSource):
     """What the sources of files and data sets share; their Args say what the fields are."""
 
-    train: str = ""
+    train: str
     val: str | None = None
     test: str | None = None
     held_out: int | float = 32
@@ -233,7 +233,7 @@ class HuggingFacePrompts(_SplitFiles):
     """
 
     train: str = "train"
-    path: str = ""
+    path: str = field(kw_only=True)
     name: str | None = None
     revision: str | None = None
     columns: dict[str, str] | None = None

@@ -46,6 +46,8 @@ class Deal:
 
     def __post_init__(self) -> None:
         """Read every row once; what stays in memory is a hash and a split a row."""
+        if self.limit is not None and self.limit < 0:
+            raise UserError(f"data.prompts.limit: needs 0 or more, got {self.limit}")
         hashes = {split: self._hashes(part) for split, part in self.parts.items()}
         self._splits = {
             split: np.full(len(found), _CODES[split], dtype=np.uint8)
