@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy
 
 from dflash_lightning.position_weights import PositionWeights, UniformWeights
-from dflash_lightning.slot_losses import CrossEntropy, Labels, Loss, Wanted, slot_losses
+from dflash_lightning.slot_losses import DataToken, Labels, Loss, Wanted, slot_losses
 
 Head = Callable[[Tensor, Tensor | None], Tensor]
 """Drafter states `[m, H]` and the target token ids before the slots `[m]` -> logits `[m, Vd]`.
@@ -82,7 +82,7 @@ def chunked_loss(
         target: Given if the loss needs the target's argmax or distribution.
         chunk: Slots per chunk, at least one block; memory grows with it, results don't change.
     """
-    loss, position_weights = loss or CrossEntropy(), position_weights or UniformWeights()
+    loss, position_weights = loss or DataToken(), position_weights or UniformWeights()
     blocks, at = label_mask.flatten(0, -2), label_mask.nonzero(as_tuple=True)
     work = _Work(
         head,

@@ -28,7 +28,7 @@ from dflash_lightning.metrics import AcceptanceBySlot, WeightedMean, acceptance_
 from dflash_lightning.objective import Objective
 from dflash_lightning.optimizer import adamw_with_cosine, scale_gradients
 from dflash_lightning.position_weights import ExpWeights, PositionWeights, check_weights
-from dflash_lightning.slot_losses import CrossEntropy, Loss
+from dflash_lightning.slot_losses import DataToken, Loss
 from dflash_lightning.stopwatch import Stopwatch
 from dflash_lightning.target import Target, load_target
 from dflash_lightning.target_spec import TargetConfig
@@ -49,8 +49,8 @@ class DFlashModule(pl.LightningModule):
         axes: The architecture's other axes; the defaults are DFlash as published.
         draft_vocab: How many target tokens the drafter can say, the most frequent in the training
             answers; null means all.
-        loss: What a slot should say: `CrossEntropy` of the data's token, `TargetArgmax`,
-            `TargetKL`, `TargetTV`, `MixedLoss` of several, or your own `Loss`.
+        loss: What a slot should say: `DataToken` of the data's token, `TargetArgmax`,
+            `TargetKL`, `TargetTV`, `Mix` of several, or your own `Loss`.
         position_weights: How much slots count: `ExpWeights(gamma)`, `UniformWeights`,
             `DPaceWeights(alpha)`, or your own.
         init_from_layers: Target layers that the drafter's layers start from, one each; null starts
@@ -72,7 +72,7 @@ class DFlashModule(pl.LightningModule):
         num_layers: int = 5,
         axes: Axes = Axes(),  # noqa: B008
         draft_vocab: int | None = None,
-        loss: Loss = CrossEntropy(),  # noqa: B008
+        loss: Loss = DataToken(),  # noqa: B008
         position_weights: PositionWeights = ExpWeights(),  # noqa: B008
         init_from_layers: list[int] | None = None,
         intermediate_size: int | None = None,

@@ -20,7 +20,7 @@ def run_name(config: Namespace) -> str:
         f"g{_weights_name(model.position_weights, model.block_size)}",
         f"t{model.target.num_taps if taps is None else len(taps)}",
     ]
-    for chosen, default in ((model.loss, "CrossEntropy"), (config.data.anchors, "RandomAnchors")):
+    for chosen, default in ((model.loss, "DataToken"), (config.data.anchors, "RandomAnchors")):
         if _class_name(chosen) != default:
             parts.append(_class_name(chosen).lower())
     axes = Axes(**dict(model.axes.items())).short_name.removeprefix("-")

@@ -70,7 +70,7 @@ class Loss(ABC):
         return wanted.data.known.float()
 
 
-class CrossEntropy(Loss):
+class DataToken(Loss):
     """Cross-entropy of the data's token, in nats (the paper's)."""
 
     def __call__(self, logits: Tensor, wanted: Wanted) -> Tensor:
@@ -135,7 +135,7 @@ class Term:
     weight: float = 1.0
 
 
-class MixedLoss(Loss):
+class Mix(Loss):
     """The weighted sum of several losses.
 
     A slot that counts for some of the terms only (their labels are within the draft vocabulary)

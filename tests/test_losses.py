@@ -16,10 +16,10 @@ from dflash_lightning.position_weights import (
     UniformWeights,
 )
 from dflash_lightning.slot_losses import (
-    CrossEntropy,
+    DataToken,
     Labels,
     Loss,
-    MixedLoss,
+    Mix,
     TargetArgmax,
     TargetKL,
     TargetTV,
@@ -30,11 +30,11 @@ from dflash_lightning.target_head import OutputHead
 
 BLOCKS, SLOTS, HIDDEN, ROWS, TOKENS, PLACES = 9, 4, 12, 31, 40, 50
 CHUNKS = [1, 4, 7, 23, 1000]
-MIX = MixedLoss(
-    {"data": Term(CrossEntropy(), 0.3), "kl": Term(TargetKL()), "said": Term(TargetArgmax(), 2.0)}
+MIX = Mix(
+    {"data": Term(DataToken(), 0.3), "kl": Term(TargetKL()), "said": Term(TargetArgmax(), 2.0)}
 )
 LOSSES = {
-    "data": CrossEntropy(),
+    "data": DataToken(),
     "argmax": TargetArgmax(),
     "kl": TargetKL(),
     "tv": TargetTV(),
@@ -429,7 +429,7 @@ def test_without_a_gradient_to_form_the_value_is_the_same(learned: bool) -> None
     torch.testing.assert_close(output.numerator, reference(s, head)[0].detach())
 
 
-class Spy(CrossEntropy):
+class Spy(DataToken):
     def __init__(self, look: Callable[[Tensor], None]) -> None:
         self.look = look
 

@@ -18,9 +18,9 @@ from dflash_lightning.errors import UserError
 from dflash_lightning.module import DFlashModule
 from dflash_lightning.position_weights import DPaceWeights, PositionWeights
 from dflash_lightning.slot_losses import (
-    CrossEntropy,
+    DataToken,
     Loss,
-    MixedLoss,
+    Mix,
     TargetArgmax,
     TargetKL,
     TargetTV,
@@ -30,9 +30,9 @@ from dflash_lightning.target import Target
 
 K = 4
 LENGTHS = [13, 9, 17]
-MIX = MixedLoss({"data": Term(CrossEntropy(), 0.5), "argmax": Term(TargetArgmax(), 2.0)})
+MIX = Mix({"data": Term(DataToken(), 0.5), "argmax": Term(TargetArgmax(), 2.0)})
 LOSSES: dict[str, Loss] = {
-    "data": CrossEntropy(),
+    "data": DataToken(),
     "argmax": TargetArgmax(),
     "kl": TargetKL(),
     "tv": TargetTV(),
@@ -158,7 +158,7 @@ def test_what_is_right_does_not_depend_on_loss_and_weights() -> None:
         for weights in (None, DPaceWeights()):
             found.append(module_of(target, loss, weights, ids).block_loss(batch)[2])
     assert all(torch.equal(right, found[0]) for right in found)
-    module = module_of(target, CrossEntropy(), None, ids)
+    module = module_of(target, DataToken(), None, ids)
     said = target.head(module.block_hidden(batch))[..., ids].argmax(dim=-1)
     assert torch.equal(found[0], ((ids[said] == batch.labels) & batch.label_mask)[..., 1:])
 
@@ -173,7 +173,7 @@ def test_the_target_runs_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(target, "document_states", spy)
     batch = batch_of([[0]])
-    module_of(target, CrossEntropy()).block_loss(batch)
+    module_of(target, DataToken()).block_loss(batch)
     assert calls == [False]
     module_of(target, MIX).block_loss(batch)
     assert calls == [False, True]
@@ -183,7 +183,7 @@ def test_a_store_without_final_states_is_refused() -> None:
     target = tiny_target()
     states = [target.forward(s.ids[None]).hidden[0] for s in samples()]  # type: ignore[index]
     batch = batch_of([[0], [1]], states=states)
-    module_of(target, CrossEntropy()).block_loss(batch)
+    module_of(target, DataToken()).block_loss(batch)
     with pytest.raises(UserError, match=r"data\.final_states"):
         module_of(target, TargetKL()).block_loss(batch)
 
@@ -238,7 +238,7 @@ def test_the_markov_head_learns_from_the_token_before(loss: str) -> None:
 # ---- from YAML -----------------------------------------------------------------------------------
 
 MIX_OF_TWO = (
-    "{class_path: MixedLoss, init_args: {terms: {data: {weight: 0.5, loss: CrossEntropy}, "
+    "{class_path: Mix, init_args: {terms: {data: {weight: 0.5, loss: DataToken}, "
     "taught: {loss: TargetKL}}}}"
 )
 
@@ -274,6 +274,6 @@ def test_stored_and_online_states_teach_alike(loss: str, experiment: Path, tmp_p
 
 def test_a_mix_says_which_weight_is_wrong() -> None:
     with pytest.raises(UserError, match=r"model\.loss\.terms\.kl\.weight: .* got 0"):
-        MixedLoss({"data": Term(CrossEntropy()), "kl": Term(TargetKL(), 0)})
+        Mix({"data": Term(DataToken()), "kl": Term(TargetKL(), 0)})
     with pytest.raises(UserError, match=r"model\.loss\.terms: .* at least one term"):
-        MixedLoss({})
+        Mix({})

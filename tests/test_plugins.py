@@ -99,7 +99,7 @@ def test_toys_train_and_resume(
         )
     assert other.trainer.global_step == 5
     for words in (
-        f"model.loss.class_path: {toys}.SquaredMiss -> dflash_lightning.slot_losses.CrossEntropy",
+        f"model.loss.class_path: {toys}.SquaredMiss -> dflash_lightning.slot_losses.DataToken",
         "model.position_weights.class_path",
         "data.anchors.class_path",
     ):
