@@ -24,11 +24,12 @@ from transformers.utils import logging as huggingface
 
 from dflash_lightning.configs import with_bases
 from dflash_lightning.console import preparation_table
-from dflash_lightning.data.datamodule import DFlashDataModule, resolve_gamma
-from dflash_lightning.drafter.axes import Axes, noise_of
+from dflash_lightning.data.datamodule import DFlashDataModule
+from dflash_lightning.drafter.axes import noise_of
 from dflash_lightning.errors import UserError
 from dflash_lightning.evaluation import DecodingEvaluation, run_folder
 from dflash_lightning.module import DFlashModule
+from dflash_lightning.run_names import run_name
 from dflash_lightning.target_spec import TargetConfig
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,6 @@ log = logging.getLogger(__name__)
 LINKS = (
     *(f"target.{field.name}" for field in dataclasses.fields(TargetConfig)),
     "block_size",
-    "loss_decay_gamma",
 )
 """What model and data share is said once, under `model`."""
 
@@ -97,6 +97,9 @@ class DFlashCLI(LightningCLI):
         for key in LINKS:
             parser.link_arguments(f"model.{key}", f"data.{key}")
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
+        parser.link_arguments(
+            "model.needs_final_states", "data.final_states", apply_on="instantiate"
+        )
         ways = "model.axes.drafting", "model.axes.denoising_steps"
         parser.link_arguments(ways, "data.noise", compute_fn=noise_of)
         parser.add_lightning_class_args(DecodingEvaluation, "decode")
@@ -203,23 +206,6 @@ class PredictionWriter(pl.Callback):
         rows = trainer.predict_loop.predictions
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         log.info("wrote %d predictions to %s", len(rows), file)
-
-
-def run_name(config: Namespace) -> str:
-    """Return a run's name: depth, block size, gamma, taps, other axes off their defaults, and seed.
-
-    As in `d5-k16-g7-t5-s0` or `d1-k8-g4-t3-input-ar-s0`.
-    """
-    model = config.model
-    gamma = resolve_gamma(model.loss_decay_gamma, model.block_size)
-    taps = model.target.target_layer_ids
-    count = model.target.num_taps if taps is None else len(taps)
-    decay = "uniform" if gamma is None else f"{gamma:g}"
-    axes = Axes(**dict(model.axes.items())).short_name
-    return (
-        f"d{model.num_layers}-k{model.block_size}-g{decay}-t{count}{axes}"
-        f"-s{int(config.seed_everything)}"
-    )
 
 
 def hyperparameters(config: dict[str, Any]) -> dict[str, Any]:

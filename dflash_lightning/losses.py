@@ -1,109 +1,263 @@
-"""Losses over block slots, computed in float32 and in chunks.
+"""The loss of blocks, chunk by chunk, with the gradient formed in the forward pass.
 
 So logits over the vocabulary never exist at once. The loss of a step is `sum(w * loss) / sum(w)`.
-`chunked_loss` returns the numerator; the module divides by the denominator of the whole
+`chunked_loss` returns numerator and denominator; the module divides by the denominator of the whole
 accumulation window, over all ranks, so that grouping samples differently changes nothing.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy
 
-SlotLoss = Callable[[Tensor, Tensor], Tensor]
-Head = Callable[[Tensor], Tensor]
+from dflash_lightning.position_weights import PositionWeights, UniformWeights
+from dflash_lightning.slot_losses import DataToken, Labels, Loss, Wanted, slot_losses
 
+Head = Callable[[Tensor, Tensor | None], Tensor]
+"""Drafter states `[m, H]` and the target token ids before the slots `[m]` -> logits `[m, Vd]`.
 
-def token_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy `[M]` in nats of float32 logits `[M, Vd]` for label rows `[M]`."""
-    return cross_entropy(logits, labels, reduction="none")
+If it has `parameters()`, those that are trainable get their gradient.
+"""
 
 
 @dataclass(frozen=True)
-class LossOutput:
-    """`numerator` is `sum(w * loss)`, differentiable.
+class TargetView:
+    """What the target would say in the slots.
 
-    `slot_loss` `[M]` and `predictions` `[M]` are detached.
+    Attributes:
+        states: The target's final states `[P, H]`.
+        places: Which of them is that of the position before each slot `[..., k]`.
+        read: Map from states `[m, H]` to its argmax and its logits `[m, Vd]`, None for what isn't
+            needed.
+    """
+
+    states: Tensor
+    places: Tensor
+    read: Callable[[Tensor], tuple[Labels | None, Tensor | None]]
+
+
+class LossOutput(NamedTuple):
+    """`numerator` is `sum(w * loss)`, differentiable; all others are detached.
+
+    `denominator` is `sum(w)`; `slot_loss`, `weights` and `predictions` (row of the head) are
+    `[..., k]`: 0, 0 and -1 in slots without a label.
     """
 
     numerator: Tensor
+    denominator: Tensor
     slot_loss: Tensor
+    weights: Tensor
     predictions: Tensor
 
 
 def chunked_loss(
     hidden: Tensor,
-    labels: Tensor,
-    weights: Tensor,
+    labels: Labels,
+    label_mask: Tensor,
     head: Head,
-    slot_loss: SlotLoss = token_cross_entropy,
+    loss: Loss | None = None,
+    position_weights: PositionWeights | None = None,
+    context: Tensor | None = None,
+    target: TargetView | None = None,
     chunk: int = 1024,
 ) -> LossOutput:
-    """Return the weighted loss of M slots, holding the logits of only `chunk` slots at a time.
+    """Return the weighted loss of blocks of k slots, with the logits of few slots at a time.
 
-    The gradient with respect to `hidden` is formed in the forward pass, chunk by chunk; backward
-    only scales it. The head is frozen and gets none.
+    The gradient to `hidden` and to the head's parameters is formed in the forward pass, chunk by
+    chunk; backward only scales it. Chunks end where blocks end, so that weights may depend on what
+    the drafter says in a whole block.
 
     Args:
-        hidden: Final-normed drafter states `[M, H]`.
-        labels: Row of the head that each slot should say `[M]`.
-        weights: Loss weight of each slot `[M]`, float32.
-        head: Frozen map from `[m, H]` to logits `[m, Vd]`.
-        slot_loss: Map from float32 logits `[m, Vd]` and labels `[m]` to losses `[m]`.
-        chunk: Slots per chunk; memory grows with it, results don't change.
+        hidden: Final-normed drafter states `[..., k, H]`.
+        labels: The data's tokens as rows of the head, `[..., k]` both.
+        label_mask: Which slots have a label `[..., k]`.
+        head: The drafter's head.
+        loss: What a slot should say; None takes the cross-entropy of the data's token.
+        position_weights: How much slots count; None weighs all alike.
+        context: Target token id before each slot `[..., k]`, for heads that look at it.
+        target: Given if the loss needs the target's argmax or distribution.
+        chunk: Slots per chunk, at least one block; memory grows with it, results don't change.
     """
-    numerator, losses, predictions = _ChunkedLoss.apply(
-        hidden, labels, weights, head, slot_loss, chunk
+    loss, position_weights = loss or DataToken(), position_weights or UniformWeights()
+    blocks, at = label_mask.flatten(0, -2), label_mask.nonzero(as_tuple=True)
+    work = _Work(
+        head,
+        loss,
+        position_weights,
+        blocks,
+        blocks.nonzero(as_tuple=True),
+        Labels(labels.rows[at], labels.known[at]),
+        None if context is None else context[at],
+        None if target is None else replace(target, places=target.places[at]),
     )
-    return LossOutput(numerator, losses, predictions)
+    parameters = [p for p in getattr(head, "parameters", list)() if p.requires_grad]
+    parts, with_gradient = _cut(blocks.sum(dim=-1).tolist(), chunk), torch.is_grad_enabled()
+    numerator, denominator, *of_slots = _GradientInForward.apply(
+        work, parts, with_gradient, hidden[at], *parameters
+    )
+    slot_loss, weights, predictions = (
+        torch.full_like(label_mask, empty, dtype=x.dtype).masked_scatter(label_mask, x)
+        for x, empty in zip(of_slots, (0, 0, -1), strict=True)
+    )
+    return LossOutput(numerator, denominator, slot_loss, weights, predictions)
 
 
-class _ChunkedLoss(torch.autograd.Function):
+class _Part(NamedTuple):
+    """Some blocks and their labelled slots."""
+
+    blocks: slice
+    slots: slice
+
+
+def _cut(counts: Sequence[int], chunk: int) -> list[_Part]:
+    """Cut blocks of `counts` labelled slots into parts of at most `chunk`, or of one block.
+
+    >>> [(p.blocks.stop, p.slots.stop) for p in _cut([2, 0, 3, 1, 0], 4)]
+    [(2, 2), (5, 6)]
+    """
+    parts: list[_Part] = []
+    first = start = stop = 0
+    for block, count in enumerate(counts):
+        if stop > start and stop + count - start > chunk:
+            parts.append(_Part(slice(first, block), slice(start, stop)))
+            first, start = block, stop
+        stop += count
+    if stop > start:
+        parts.append(_Part(slice(first, len(counts)), slice(start, stop)))
+    return parts
+
+
+class _Sums(NamedTuple):
+    numerator: Tensor
+    denominator: Tensor
+    slot_loss: Tensor
+    weights: Tensor
+    predictions: Tensor
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Everything about the slots but their states.
+
+    `blocks` `[n, k]` says which slots have a label, `at` `[M]` where they are, the others are
+    `[M, ...]` of these slots.
+    """
+
+    head: Head
+    loss: Loss
+    position_weights: PositionWeights
+    blocks: Tensor
+    at: tuple[Tensor, ...]
+    labels: Labels
+    context: Tensor | None
+    target: TargetView | None
+
+    def sums(self, states: Tensor, part: _Part) -> _Sums:
+        """Return the loss of a part's slots with states `[m, H]`; the numerator has a graph."""
+        at = part.slots
+        logits = self.head(states, None if self.context is None else self.context[at])
+        logits = logits.to(torch.promote_types(states.dtype, torch.float32))
+        with torch.autocast(states.device.type, enabled=False):
+            wanted = self._wanted(at, logits.dtype)
+            losses, share = slot_losses(self.loss, logits, wanted)
+            weights = self._weights(part, logits.detach(), wanted.data)
+            numerator, denominator = (losses * weights).sum(), (share * weights).sum()
+        return _Sums(
+            numerator, denominator, losses.detach(), weights, logits.detach().argmax(dim=-1)
+        )
+
+    def _wanted(self, at: slice, dtype: torch.dtype) -> Wanted:
+        data = Labels(self.labels.rows[at], self.labels.known[at])
+        if self.target is None:
+            return Wanted(data)
+        with torch.no_grad():
+            argmax, logits = self.target.read(self.target.states[self.target.places[at]])
+        return Wanted(data, argmax, None if logits is None else logits.to(dtype))
+
+    def _weights(self, part: _Part, logits: Tensor, data: Labels) -> Tensor:
+        """Return the weights `[m]` of a part's slots."""
+        labelled, probabilities = self.blocks[part.blocks], None
+        at = self.at[0][part.slots] - part.blocks.start, self.at[1][part.slots]
+        if self.position_weights.needs_probabilities:
+            said = torch.exp(-cross_entropy(logits, data.rows, reduction="none")) * data.known
+            probabilities = torch.zeros_like(labelled, dtype=logits.dtype)
+            probabilities[at] = said
+        weights = self.position_weights(labelled, probabilities).to(logits.dtype)
+        return weights.expand(labelled.shape)[at]
+
+
+class _GradientInForward(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        work: _Work,
+        parts: Sequence[_Part],
+        with_gradient: bool,
         hidden: Tensor,
-        labels: Tensor,
-        weights: Tensor,
-        head: Head,
-        slot_loss: SlotLoss,
-        chunk: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        gradient = torch.empty_like(hidden) if hidden.requires_grad else None
-        losses, predictions = [], []
-        for start in range(0, len(hidden), chunk):
-            part = slice(start, start + chunk)
-            states = hidden[part].detach().requires_grad_(gradient is not None)
-            loss, said, slope = _chunk(states, labels[part], weights[part], head, slot_loss)
+        *parameters: Tensor,
+    ) -> tuple[Tensor, ...]:
+        to_hidden = with_gradient and hidden.requires_grad
+        gradient = torch.zeros_like(hidden) if to_hidden else None
+        learned = parameters if with_gradient else ()
+        slopes = [torch.zeros_like(p, dtype=_wide(p.dtype)) for p in learned]
+        found = []
+        for part in parts:
+            states = hidden[part.slots].detach().requires_grad_(to_hidden)
+            sums, slope, *more = _with_gradient(work, states, part, learned)
             if gradient is not None and slope is not None:
-                gradient[part] = slope
-            losses.append(loss)
-            predictions.append(said)
-        if not losses:
-            empty = hidden.new_zeros(0, dtype=torch.float32)
-            losses, predictions = [empty], [labels[:0]]
-        ctx.save_for_backward(gradient)
-        slot_losses, spoken = torch.cat(losses), torch.cat(predictions)
-        ctx.mark_non_differentiable(slot_losses, spoken)
-        return (slot_losses * weights).sum(), slot_losses, spoken
+                gradient[part.slots] = slope
+            for total, one in zip(slopes, more, strict=True):
+                if one is not None:
+                    total += one
+            found.append(sums)
+        ctx.save_for_backward(gradient, *slopes)
+        ctx.dtypes = [p.dtype for p in learned]
+        return _joined(ctx, found, hidden)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_numerator: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
+        gradient, *slopes = ctx.saved_tensors
         scaled = None if gradient is None else gradient * grad_numerator.to(gradient.dtype)
-        return scaled, None, None, None, None, None
+        to_parameters = [
+            (slope * grad_numerator).to(dtype)
+            for slope, dtype in zip(slopes, ctx.dtypes, strict=True)
+        ]
+        return None, None, None, scaled, *to_parameters
 
 
-def _chunk(
-    states: Tensor, labels: Tensor, weights: Tensor, head: Head, slot_loss: SlotLoss
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return losses, predictions and the gradient to `states`; the logits end with the call."""
+def _with_gradient(
+    work: _Work, states: Tensor, part: _Part, parameters: Sequence[Tensor]
+) -> tuple[Any, ...]:
+    """Return detached sums and the gradients to states and parameters; the logits end here."""
+    sought = [x for x in (states, *parameters) if x.requires_grad]
+    if not sought:
+        return work.sums(states, part), None
     with torch.enable_grad():
-        logits = head(states).to(torch.promote_types(states.dtype, torch.float32))
-        loss = slot_loss(logits, labels)
-        weighted = (loss * weights).sum()
-    slope = torch.autograd.grad(weighted, states)[0] if states.requires_grad else None
-    return loss.detach(), logits.detach().argmax(dim=-1), slope
+        sums = work.sums(states, part)
+    slopes: list[Tensor | None] = list(
+        torch.autograd.grad(sums.numerator, sought, allow_unused=True)
+    )
+    if not states.requires_grad:
+        slopes.insert(0, None)
+    return sums._replace(numerator=sums.numerator.detach()), *slopes
+
+
+def _joined(ctx: Any, found: Sequence[_Sums], hidden: Tensor) -> tuple[Tensor, ...]:
+    wide = _wide(hidden.dtype)
+    if not found:
+        zero, none = hidden.new_zeros((), dtype=wide), hidden.new_zeros(0, dtype=wide)
+        found = [_Sums(zero, zero, none, none, none.long())]
+    sums = _Sums(*zip(*found, strict=True))  # type: ignore[arg-type]
+    numerator, denominator = (torch.stack(list(x)).sum() for x in sums[:2])
+    of_slots = [torch.cat(list(x)) for x in sums[2:]]
+    ctx.mark_non_differentiable(denominator, *of_slots)
+    return numerator, denominator, *of_slots
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

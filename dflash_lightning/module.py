@@ -1,7 +1,7 @@
 """The LightningModule: the frozen target and the trainable drafter meet here, and nowhere else."""
 
 import logging
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -22,10 +22,13 @@ from dflash_lightning.drafter.config import drafter_config
 from dflash_lightning.drafter.model import Drafter
 from dflash_lightning.drafter.training import training_hidden
 from dflash_lightning.errors import UserError
+from dflash_lightning.initialisation import check_count, copy_target_layers
 from dflash_lightning.losses import LossOutput
 from dflash_lightning.metrics import AcceptanceBySlot, WeightedMean, acceptance_scalars
 from dflash_lightning.objective import Objective
-from dflash_lightning.optimizer import adamw_with_cosine
+from dflash_lightning.optimizer import adamw_with_cosine, scale_gradients
+from dflash_lightning.position_weights import ExpWeights, PositionWeights, check_weights
+from dflash_lightning.slot_losses import DataToken, Loss
 from dflash_lightning.stopwatch import Stopwatch
 from dflash_lightning.target import Target, load_target
 from dflash_lightning.target_spec import TargetConfig
@@ -46,8 +49,12 @@ class DFlashModule(pl.LightningModule):
         axes: The architecture's other axes; the defaults are DFlash as published.
         draft_vocab: How many target tokens the drafter can say, the most frequent in the training
             answers; null means all.
-        loss_decay_gamma: Slot k weighs exp(-(k-1)/gamma). auto is the paper's: 16 -> 7, 10 -> 5,
-            8 -> 4. uniform weighs all slots alike.
+        loss: What a slot should say: `DataToken` of the data's token, `TargetArgmax`,
+            `TargetKL`, `TargetTV`, `Mix` of several, or your own `Loss`.
+        position_weights: How much slots count: `ExpWeights(gamma)`, `UniformWeights`,
+            `DPaceWeights(alpha)`, or your own.
+        init_from_layers: Target layers that the drafter's layers start from, one each; null starts
+            at random.
         intermediate_size: Width of the drafter's MLP; null takes the target's.
         lr: Peak learning rate of AdamW.
         weight_decay: Decay of matrices; norms never decay.
@@ -65,7 +72,9 @@ class DFlashModule(pl.LightningModule):
         num_layers: int = 5,
         axes: Axes = Axes(),  # noqa: B008
         draft_vocab: int | None = None,
-        loss_decay_gamma: float | Literal["auto", "uniform"] = "auto",
+        loss: Loss = DataToken(),  # noqa: B008
+        position_weights: PositionWeights = ExpWeights(),  # noqa: B008
+        init_from_layers: list[int] | None = None,
         intermediate_size: int | None = None,
         lr: float = 6e-4,
         weight_decay: float = 0.0,
@@ -76,7 +85,10 @@ class DFlashModule(pl.LightningModule):
         super().__init__()
         self.target_config, self.block_size, self.num_layers = target, block_size, num_layers
         self.axes = axes.check(num_layers, block_size)
-        self.draft_vocab, self.loss_decay_gamma = draft_vocab, loss_decay_gamma
+        self.draft_vocab, self.loss, self.position_weights = draft_vocab, loss, position_weights
+        check_weights(position_weights, axes.denoising_steps)
+        self.init_from_layers = check_count(init_from_layers, num_layers)
+        self.needs_final_states = bool(loss.needs)
         self.intermediate_size = intermediate_size
         self.lr, self.weight_decay, self.warmup_ratio = lr, weight_decay, warmup_ratio
         self.attention: AttentionName = attention
@@ -120,6 +132,8 @@ class DFlashModule(pl.LightningModule):
             size = self.target.num_embeddings
             ids = choose_draft_vocab(data.samples["train"], size, self.draft_vocab)
             self.drafter.draft_ids.copy_(ids)
+        if self.init_from_layers is not None:
+            copy_target_layers(self.drafter, self.target, self.init_from_layers)
 
     def _datamodule(self) -> DFlashDataModule:
         data = getattr(self.trainer, "datamodule", None)
@@ -129,15 +143,26 @@ class DFlashModule(pl.LightningModule):
 
     # ---- one step --------------------------------------------------------------------------------
 
-    def block_hidden(self, batch: Batch) -> Tensor:
-        """Return the drafter's hidden states `[B, N, K, H]` of a batch's blocks."""
+    def target_states(self, batch: Batch) -> Tensor | None:
+        """Return the tapped states `[B, S, T*H]`; behind them the final ones, if the loss asks."""
+        if batch.target_hidden is not None:
+            return batch.target_hidden
         assert self.target is not None
-        states = batch.target_hidden
-        if states is None and self.drafter.config.injection != "none":
-            with self.target_time, torch.autocast(self.device.type, enabled=False):
-                states = self.target.document_states(
-                    batch.input_ids, batch.attention_mask, batch.document_starts
-                )
+        if not self.needs_final_states and self.drafter.config.injection == "none":
+            return None
+        rows = (batch.input_ids, batch.attention_mask, batch.document_starts)
+        with self.target_time, torch.autocast(self.device.type, enabled=False):
+            return self.target.document_states(*rows, final=self.needs_final_states)
+
+    def block_hidden(self, batch: Batch, states: Tensor | None = None) -> Tensor:
+        """Return the drafter's hidden states `[B, N, K, H]` of a batch's blocks.
+
+        The target's `states` are computed where they aren't given.
+        """
+        assert self.target is not None
+        states = self.target_states(batch) if states is None else states
+        if states is not None:
+            states = states[..., : self.drafter.config.num_taps * self.drafter.config.hidden_size]
         return training_hidden(self.drafter, self.target, batch, states, self.attention)
 
     def block_loss(self, batch: Batch) -> tuple[LossOutput, Tensor, Tensor]:
@@ -147,8 +172,11 @@ class DFlashModule(pl.LightningModule):
         """
         if self._objective is None:
             assert self.target is not None
-            self._objective = Objective(self.drafter, self.target, self.loss_chunk)
-        return self._objective(self.block_hidden(batch), batch)
+            self._objective = Objective(
+                self.drafter, self.target, self.loss, self.position_weights, self.loss_chunk
+            )
+        states = self.target_states(batch)
+        return self._objective(self.block_hidden(batch, states), batch, states)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the loss's numerator.
@@ -170,10 +198,7 @@ class DFlashModule(pl.LightningModule):
         window = cast(Tensor, self.all_gather(sums))
         total, weight = window.reshape(-1, 2).sum(dim=0)
         undo = self.trainer.accumulate_grad_batches * self.trainer.world_size
-        scale = torch.where(weight > 0, undo / weight, 0.0)
-        for parameter in self.drafter.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale.to(parameter.grad.dtype))
+        scale_gradients(self.drafter, torch.where(weight > 0, undo / weight, 0.0))
         if weight > 0:
             self.log("train/loss", (total / weight).float(), prog_bar=True)
         self.log("train/supervised_tokens", float(self.supervised_tokens))
@@ -183,7 +208,7 @@ class DFlashModule(pl.LightningModule):
         """Score a batch against the target's own tokens (teacher-forced)."""
         output, denominator, correct = self.block_loss(batch)
         self.val_loss.update(output.numerator, denominator)
-        self.acceptance.update(correct, batch.weights[..., 1:] > 0)
+        self.acceptance.update(correct, batch.label_mask[..., 1:])
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Score a batch of the test split."""

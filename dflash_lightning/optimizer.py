@@ -3,7 +3,7 @@
 import math
 
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_cosine_schedule_with_warmup
@@ -41,3 +41,10 @@ def adamw_with_cosine(
         optimizer, round(warmup_ratio * steps), int(steps)
     )
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def scale_gradients(model: nn.Module, scale: Tensor) -> None:
+    """Multiply the gradients of a model by a number, in place."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(scale.to(parameter.grad.dtype))

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 from dflash_lightning.errors import UserError
 from dflash_lightning.target_head import output_head
 from dflash_lightning.target_rules import (
+    FINAL,
     check_layer_ids,
     check_mask_token_id,
     reserved_token_ids,
@@ -147,20 +148,30 @@ class Target:
     ) -> list[Tensor]:
         """Return the outputs `[B, S, H]` of the given decoder layers, without the head.
 
+        `FINAL` among the ids is the state after the final norm.
         The `input_ids` `[B, S]` are right-padded; or, without a mask, documents one after the
         other, each of which starts where the `position_ids` `[B, S]` start again from 0.
         """
-        with _captured([self._layers[i] for i in layer_ids]) as taps:
-            self.model.base_model(
+        with _captured([self._layers[i] for i in layer_ids if i != FINAL]) as taps:
+            final = self.model.base_model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
                 use_cache=False,
-            )
-        return taps
+            )[0]
+        found = iter(taps)
+        return [final if i == FINAL else next(found) for i in layer_ids]
+
+    def decoder_layer(self, layer_id: int) -> nn.Module:
+        """Return the module of a decoder layer."""
+        return self._layers[layer_id]
 
     def document_states(
-        self, input_ids: Tensor, attention_mask: Tensor, document_starts: Tensor
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        document_starts: Tensor,
+        final: bool = False,
     ) -> Tensor:
         """Return the tapped states `[B, S, T*H]` of rows of documents, none of which sees another.
 
@@ -169,6 +180,7 @@ class Target:
             attention_mask: True for real tokens `[B, S]`.
             document_starts: Where in its row each token's document starts `[B, S]`; padding is a
                 document of its own.
+            final: Whether to append the final states, `[B, S, (T+1)*H]`.
 
         Raises:
             UserError: The target doesn't keep documents of one row apart.
@@ -179,7 +191,8 @@ class Target:
             self._apart = True
         positions = torch.arange(input_ids.shape[1], device=input_ids.device) - document_starts
         mask, places = (None, positions) if packed else (attention_mask.long(), None)
-        return torch.cat(self.features(input_ids, mask, self.target_layer_ids, places), dim=-1)
+        layers = [*self.target_layer_ids, *([FINAL] if final else [])]
+        return torch.cat(self.features(input_ids, mask, layers, places), dim=-1)
 
 
 def load_target(spec: TargetSpec, device: torch.device | str = "cpu") -> Target:

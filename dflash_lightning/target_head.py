@@ -22,8 +22,11 @@ class OutputHead:
     scale: float = 1.0
     softcap: float | None = None
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Return logits `[..., V]` in the weight's dtype for final-normed states `[..., H]`."""
+    def __call__(self, hidden: Tensor, previous: Tensor | None = None) -> Tensor:
+        """Return logits `[..., V]` in the weight's dtype for final-normed states `[..., H]`.
+
+        `previous`, the token before each, is for heads that look at it; this one doesn't.
+        """
         rows = hidden.to(self.weight.dtype).reshape(-1, hidden.shape[-1])  # a slice: 30 x slower
         logits = nn.functional.linear(rows, self.weight, self.bias).view(*hidden.shape[:-1], -1)
         if self.scale != 1.0:

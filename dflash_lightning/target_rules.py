@@ -7,6 +7,9 @@ from transformers import PreTrainedTokenizerBase
 
 from dflash_lightning.errors import UserError
 
+FINAL = -1
+"""Among layer ids: the last layer's output after the final norm, which the head reads."""
+
 
 def default_layer_ids(num_layers: int, num_taps: int) -> list[int]:
     """Return the paper's tapped layers: spread evenly from the second layer to the third from last.

@@ -5,7 +5,8 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor, nn
 
-from dflash_lightning.data.blocks import Anchors, Batch, BlockCollator
+from dflash_lightning.data.anchors import Anchors
+from dflash_lightning.data.blocks import Batch, BlockCollator
 from dflash_lightning.data.samples import Sample
 from dflash_lightning.decoding.loop import decode
 from dflash_lightning.decoding.outcome import Decoded
@@ -24,7 +25,7 @@ class EveryAnchor(Anchors):
     def __init__(self, num_anchors: int) -> None:
         self.num_anchors = num_anchors
 
-    def choose(self, candidates: Tensor, generator: torch.Generator) -> Tensor:
+    def choose(self, candidates: Tensor, generator: torch.Generator, block_size: int) -> Tensor:
         return candidates
 
 
@@ -63,7 +64,7 @@ def every_block(rows: list[Tensor], block_size: int, mask_token_id: int) -> Batc
     """Return a training batch with a block at every position that has a next token."""
     samples = [Sample(row, torch.ones(len(row), dtype=torch.bool)) for row in rows]
     anchors = EveryAnchor(max(map(len, rows)) - 1)
-    collate = BlockCollator(anchors, block_size, mask_token_id, gamma=None, seed=0)
+    collate = BlockCollator(anchors, block_size, mask_token_id, seed=0)
     return collate([[(i, 0, sample, None)] for i, sample in enumerate(samples)])
 
 

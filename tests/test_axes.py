@@ -9,7 +9,8 @@ from reference import EveryAnchor, every_block, greedy, observe, token_ids, trai
 from tiny import tiny_drafter, tiny_target
 from torch import Tensor
 
-from dflash_lightning.data.blocks import Batch, BlockCollator, RandomAnchors, shown_slots
+from dflash_lightning.data.anchors import RandomAnchors
+from dflash_lightning.data.blocks import Batch, BlockCollator, shown_slots
 from dflash_lightning.data.samples import Sample
 from dflash_lightning.decoding.loop import decode
 from dflash_lightning.decoding.proposer import DrafterProposer, TokenWalk
@@ -72,9 +73,7 @@ def batch_of(rows: list[Tensor], axes: Axes, mask_token_id: int) -> Batch:
     if axes.drafting == "block":
         return batch
     samples = [Sample(row, torch.ones(len(row), dtype=torch.bool)) for row in rows]
-    collate = BlockCollator(
-        EveryAnchor(max(map(len, rows)) - 1), K, mask_token_id, None, 0, "tokens"
-    )
+    collate = BlockCollator(EveryAnchor(max(map(len, rows)) - 1), K, mask_token_id, 0, "tokens")
     return collate([[(i, 0, sample, None)] for i, sample in enumerate(samples)])
 
 
@@ -158,7 +157,7 @@ def test_documents_of_one_row_do_not_see_each_other(axes: Axes) -> None:
     documents = [token_ids(9, seed=1), token_ids(12, seed=2)]
     samples = [Sample(ids, torch.ones(len(ids), dtype=torch.bool)) for ids in documents]
     noise = "masked" if axes.drafting == "block" else "tokens"
-    collate = BlockCollator(RandomAnchors(5), K, target.mask_token_id, None, 0, noise)
+    collate = BlockCollator(RandomAnchors(5), K, target.mask_token_id, 0, noise)
     with torch.no_grad():
         alone = [collate([[(i, 0, s, None)]]) for i, s in enumerate(samples)]
         states = [module.block_hidden(b)[0] for b in alone]
@@ -225,7 +224,6 @@ def test_a_drafter_that_knows_the_text_is_accepted(axes: Axes) -> None:
         RandomAnchors(30),
         K,
         target.mask_token_id,
-        None,
         0,
         noise_of(axes.drafting, axes.denoising_steps),
     )

@@ -10,9 +10,12 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dflash_lightning.cli import main, run_name
+from dflash_lightning.cli import main
 from dflash_lightning.drafter.model import Drafter
 from dflash_lightning.errors import UserError
+from dflash_lightning.run_names import run_name
+
+UNIFORM = ["--model.position_weights", "UniformWeights"]
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +172,20 @@ def _printed(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         (["--model.block_size", "1"], ["model.block_size", "at least 2"]),
         (["--data.block_size", "8"], ["data.block_size", "model.block_size"]),
         (["--model.block_size", "${model.depth}"], ["model.depth", "model.block_size"]),
-        (["--model.loss_decay_gamma", "-1"], ["model.loss_decay_gamma", "positive"]),
+        (["--model.loss_decay_gamma", "7"], ["model.loss_decay_gamma"]),
+        (["--model.position_weights.gamma", "-1"], ["model.position_weights.gamma", "positive"]),
+        (["--model.position_weights.gamma", "uniform"], ["model.position_weights", "uniform"]),
+        ([*UNIFORM, "--model.position_weights.gamma", "3"], ["model.position_weights", "gamma"]),
+        (
+            ["--model.position_weights", "DPaceWeights", "--model.position_weights.alpha", "2"],
+            ["model.position_weights.alpha", "0..1"],
+        ),
+        (["--model.loss", "Hinge"], ["model.loss", "Hinge"]),
+        (["--model.loss", "Mix", "--model.loss.terms", "{}"], ["loss.terms", "one term"]),
+        (["--model.loss", "Mix"], ["model.loss", "terms"]),
+        (["--model.init_from_layers", "[1,2]"], ["model.init_from_layers", "num_layers=1"]),
+        (["--model.init_from_layers", "[8]"], ["model.init_from_layers", "0..7"]),
+        (["--data.anchors", "RandomAnchors", "--data.anchors.num_anchors", "0"], ["num_anchors"]),
         (["--model.draft_vocab", "100000"], ["model.draft_vocab", "1.."]),
         (["--model.target.name", "./nowhere"], ["model.target.name", "./nowhere"]),
         (["--model.target.num_taps", "7"], ["model.target.num_taps", "target_layer_ids"]),
@@ -209,9 +225,23 @@ def test_validate_needs_a_checkpoint(experiment: Path) -> None:
         main(["validate", "-c", str(experiment)])
 
 
-def test_run_name_says_what_varies(experiment: Path) -> None:
-    cli = main(["-c", str(experiment), "--model.loss_decay_gamma", "uniform"], run=False)
-    assert run_name(cli.config) == "d1-k4-guniform-t3-s3"
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ([], "d1-k4-g2-t3-s3"),
+        (["--model.position_weights.gamma", "7.5"], "d1-k4-g7.5-t3-s3"),
+        (UNIFORM, "d1-k4-guniform-t3-s3"),
+        (["--model.position_weights", "DPaceWeights"], "d1-k4-gdpace-t3-s3"),
+        (["--model.loss", "TargetKL"], "d1-k4-g2-t3-targetkl-s3"),
+        (
+            ["--data.anchors", "UniformAnchors", "--model.init_from_layers", "[2]"],
+            "d1-k4-g2-t3-uniformanchors-init2-s3",
+        ),
+    ],
+)
+def test_run_name_says_what_varies(experiment: Path, flags: list[str], name: str) -> None:
+    cli = main(["-c", str(experiment), *flags], run=False)
+    assert run_name(cli.config) == name
 
 
 def test_process_ends_with_status_2_and_no_traceback(experiment: Path) -> None:

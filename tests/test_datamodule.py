@@ -10,8 +10,9 @@ import torch
 from tiny import CHATML, save_tiny_target, tiny_tokenizer
 
 from dflash_lightning.data import datamodule
-from dflash_lightning.data.blocks import Batch, RandomAnchors, anchor_candidates
-from dflash_lightning.data.datamodule import DFlashDataModule, default_cache_dir, resolve_gamma
+from dflash_lightning.data.anchors import RandomAnchors, anchor_candidates
+from dflash_lightning.data.blocks import Batch
+from dflash_lightning.data.datamodule import DFlashDataModule, default_cache_dir
 from dflash_lightning.data.prompts import SPLITS, PromptSource
 from dflash_lightning.data.sources import JsonlPrompts, TextPrompts
 from dflash_lightning.errors import UserError
@@ -78,12 +79,12 @@ def test_shapes_and_dtypes_of_a_batch(target_folder: Path, tmp_path: Path, featu
                 assert getattr(batch, name).shape == (rows, width)
                 assert getattr(batch, name).dtype == torch.bool
             assert batch.anchor_positions.shape == batch.block_keep_mask.shape == (rows, N)
-            for name in ("noise_ids", "labels", "weights", "position_ids"):
+            for name in ("noise_ids", "labels", "label_mask", "position_ids"):
                 assert getattr(batch, name).shape == (rows, N, K)
             for name in ("input_ids", "anchor_positions", "noise_ids", "labels", "position_ids"):
                 assert getattr(batch, name).dtype == torch.int64
             assert batch.block_keep_mask.dtype == torch.bool
-            assert batch.weights.dtype == torch.float32
+            assert batch.label_mask.dtype == torch.bool
             assert (batch.noise_ids[..., 1:] == data.spec.mask_token_id).all()
             assert batch.block_keep_mask.any(1).all(), "each sample has a block"
             if features == "online":
@@ -264,40 +265,6 @@ def test_empty_training_split_is_refused(target_folder: Path, tmp_path: Path) ->
     data = ready_data(target_folder, tmp_path, prompts, responses="given")
     with pytest.raises(UserError, match="the train split is empty"):
         data.train_dataloader()
-
-
-@pytest.mark.parametrize(
-    ("gamma", "size", "expected"),
-    [("auto", 16, 7), ("auto", 8, 4), ("uniform", 16, None), (3, 16, 3), (0.5, 4, 0.5)],
-)
-def test_gamma(gamma: float | str, size: int, expected: float | None) -> None:
-    assert resolve_gamma(gamma, size) == expected
-
-
-@pytest.mark.parametrize("gamma", [0, -1.0, float("nan"), "fast", "7"])
-def test_bad_gamma_is_refused(gamma: float | str) -> None:
-    with pytest.raises(UserError, match=r"model\.loss_decay_gamma: needs a positive number"):
-        resolve_gamma(gamma, 8)
-
-
-@pytest.mark.parametrize(
-    ("gamma", "ratio"), [("auto", torch.exp(torch.tensor(-0.5))), ("uniform", 1.0), (2, 0.6065)]
-)
-def test_gamma_reaches_the_weights(
-    target_folder: Path, tmp_path: Path, gamma: float | str, ratio: float
-) -> None:
-    prompts = word_prompts(tmp_path)
-    data = ready_data(
-        target_folder, tmp_path, prompts, responses="given", loss_decay_gamma=gamma, block_size=K
-    )
-    weights = torch.cat([b.weights.flatten(0, 1) for b in batches(data.train_dataloader())])
-    full = weights[(weights[:, 1:] > 0).all(1)]
-    assert len(full)
-    assert not full[:, 0].any()
-    assert (full[:, 1] == 1).all()
-    torch.testing.assert_close(
-        full[:, 2], torch.full_like(full[:, 2], float(ratio)), rtol=1e-4, atol=0
-    )
 
 
 @pytest.mark.parametrize("name", ["val_dataloader", "test_dataloader"])

@@ -7,6 +7,8 @@ from transformers import Qwen3Config
 from dflash_lightning.cli import DFlashCLI, main
 from dflash_lightning.drafter.config import drafter_config
 from dflash_lightning.drafter.model import Drafter
+from dflash_lightning.position_weights import ExpWeights, default_gamma
+from dflash_lightning.slot_losses import DataToken
 from dflash_lightning.target_rules import default_layer_ids
 
 ROOT = Path(__file__).parent.parent
@@ -42,7 +44,9 @@ def test_paper_recipe(name: str, tmp_path: Path) -> None:
     cli = built(ROOT / "experiments" / f"{name}.yaml", tmp_path)
     model, data = cli.model, cli.datamodule
     assert (model.num_layers, model.block_size, model.lr, model.warmup_ratio) == (5, 16, 6e-4, 0.04)
-    assert (model.weight_decay, model.draft_vocab, data.gamma) == (0.0, None, 7.0)
+    assert (model.weight_decay, model.draft_vocab) == (0.0, None)
+    assert (type(model.loss), model.position_weights) == (DataToken, ExpWeights("auto"))
+    assert default_gamma(model.block_size) == 7.0
     assert (data.anchors.num_anchors, data.max_length, cli.trainer.max_epochs) == (512, 3072, 6)
     taps = default_layer_ids(36, model.target_config.num_taps)
     assert taps == [1, 9, 17, 25, 33]

@@ -16,6 +16,7 @@ from dflash_lightning.data.sample_store import write_samples
 from dflash_lightning.data.samples import Sample, response_sample
 from dflash_lightning.errors import UserError
 from dflash_lightning.target import Target
+from dflash_lightning.target_rules import FINAL
 
 HIDDEN = 32
 LENGTHS = (7, 3, 12, 12, 5, 20, 2)
@@ -124,6 +125,22 @@ def test_one_more_layer_adds_just_that_layer(tmp_path: Path) -> None:
     assert asked == [[4]]
     for i, sample in enumerate(samples):
         assert_same_states(store[i], expected_states(wider, sample))
+
+
+def test_final_states_are_one_more_layer(tmp_path: Path) -> None:
+    """A store that is there gets them without the others being computed again."""
+    target, samples = tiny_target(), samples_of()
+    build(tmp_path, target, samples)
+    before = {f: f.stat().st_mtime_ns for f in layer_files(tmp_path)}
+    store = build(tmp_path, target, samples, layer_ids=[*target.target_layer_ids, FINAL])
+    added = set(layer_files(tmp_path)) - set(before)
+    assert {file.parent.name for file in added} == {"final"}
+    assert before == {f: f.stat().st_mtime_ns for f in before}
+    for i, sample in enumerate(samples):
+        tapped, final = store[i].split([3 * HIDDEN, HIDDEN], dim=-1)
+        assert_same_states(tapped, expected_states(target, sample))
+        logits = target.forward(sample.ids[None], logits_to_keep=0).logits[0]
+        assert_same_states(target.head(final), logits)
 
 
 @pytest.mark.parametrize("change", ["samples", "order", "target"])

@@ -15,7 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny import MASK
 from torch import Tensor
 
-from dflash_lightning.data.blocks import Batch, BlockCollator, RandomAnchors
+from dflash_lightning.data.anchors import RandomAnchors
+from dflash_lightning.data.blocks import Batch, BlockCollator
 from dflash_lightning.data.loading import (
     EpochSampler,
     PromptDataset,
@@ -48,7 +49,7 @@ def make_loader(shuffle: bool = True, workers: int = 0, seed: int = 0) -> Resuma
         RowDataset(samples, None),
         batch_size=BATCH,
         sampler=EpochSampler([len(s.ids) for s in samples], BATCH, seed, shuffle),
-        collate_fn=BlockCollator(RandomAnchors(3), 4, MASK, gamma=2.0, seed=seed),
+        collate_fn=BlockCollator(RandomAnchors(3), 4, MASK, seed=seed),
         num_workers=workers,
         persistent_workers=workers > 0,
     )

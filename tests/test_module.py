@@ -16,7 +16,8 @@ from tiny import tiny_model
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
-from dflash_lightning.data.blocks import Batch, RandomAnchors
+from dflash_lightning.data.anchors import RandomAnchors
+from dflash_lightning.data.blocks import Batch
 from dflash_lightning.data.datamodule import DFlashDataModule
 from dflash_lightning.data.draft_vocab import choose_draft_vocab, to_draft_rows
 from dflash_lightning.data.prompts import Prompt, PromptSource, Split
@@ -239,7 +240,7 @@ def the_batch(data: DFlashDataModule) -> Batch:
 
 def as_lists(correct: Tensor, batch: Batch) -> list[list[bool | None]]:
     """`correct` of the live blocks, None where a slot has no label."""
-    valid = batch.weights[..., 1:] > 0
+    valid = batch.label_mask[..., 1:]
     rows = zip(correct[batch.block_keep_mask], valid[batch.block_keep_mask], strict=True)
     return [[bool(c) if v else None for c, v in zip(*row, strict=True)] for row in rows]
 
@@ -257,7 +258,7 @@ def test_loss_of_a_batch_is_the_slow_one(lab: Lab, attention: str, answers: str)
     torch.testing.assert_close(denominator, weight)
     assert as_lists(correct, batch) == right
     labels = [slot for block in right for slot in block if slot is not None]
-    assert (answers == "target") or len(labels) < batch.weights[..., 1:].numel(), "no dead slots"
+    assert (answers == "target") or len(labels) < batch.label_mask[..., 1:].numel(), "no dead slots"
 
 
 def test_right_slots_are_the_slow_ones_after_training(lab: Lab) -> None:
@@ -277,7 +278,7 @@ def test_loss_chunk_changes_nothing(lab: Lab) -> None:
     module, data = lab.ready(lab.data())
     batch = the_batch(data)
     whole = module.block_loss(batch)[0].numerator
-    module.loss_chunk = 3
+    module.loss_chunk, module._objective = 3, None
     torch.testing.assert_close(module.block_loss(batch)[0].numerator, whole)
 
 
@@ -286,7 +287,7 @@ def test_a_batch_with_dead_blocks_has_finite_gradients(lab: Lab) -> None:
     module, data = lab.ready(data)
     batch = the_batch(data)
     assert not batch.block_keep_mask.all()
-    assert (batch.weights[..., 1:] == 0)[batch.block_keep_mask].any()
+    assert (~batch.label_mask[..., 1:])[batch.block_keep_mask].any()
     output, denominator, _ = module.block_loss(batch)
     (output.numerator / denominator).backward()
     assert output.numerator.isfinite()
@@ -444,11 +445,11 @@ def test_labels_outside_the_draft_vocabulary_weigh_nothing_and_are_misses(lab: L
     torch.testing.assert_close(output.numerator, slow, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(denominator, weight)
     assert as_lists(correct, batch) == right
-    outside = (to_draft_rows(ids, 96)[batch.labels] < 0) & (batch.weights > 0)
+    outside = (to_draft_rows(ids, 96)[batch.labels] < 0) & (batch.label_mask)
     assert outside.any()
     assert not correct[outside[..., 1:]].any()
     assert correct.any(), "nothing right: misses prove nothing"
-    assert denominator < batch.weights.sum()
+    assert denominator < output.weights.sum()
 
 
 def test_draft_vocabulary_holds_the_most_frequent_answer_tokens(lab: Lab) -> None:

@@ -17,7 +17,8 @@ from tiny import ARCHITECTURES, MASK, tiny_drafter, tiny_target
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention as torch_flex
 
-from dflash_lightning.data.blocks import Batch, BlockCollator, RandomAnchors
+from dflash_lightning.data.anchors import RandomAnchors
+from dflash_lightning.data.blocks import Batch, BlockCollator
 from dflash_lightning.data.packing import pack
 from dflash_lightning.data.samples import Sample
 from dflash_lightning.data.sources import JsonlPrompts
@@ -72,7 +73,7 @@ def documents(seed: int = 0) -> list[Sample]:
 
 
 def collated(samples: list[Sample], rows: list[list[int]], states: Any = None) -> Batch:
-    collate = BlockCollator(RandomAnchors(4), 4, MASK, gamma=2.0, seed=5)
+    collate = BlockCollator(RandomAnchors(4), 4, MASK, seed=5)
     return collate([[(i, 0, samples[i], states and states[i]) for i in row] for row in rows])
 
 
@@ -115,10 +116,7 @@ def sample_losses(module: DFlashModule, batch: Batch, rows: list[list[int]]) -> 
     """Return sum(w * CE) of each sample of a batch."""
     with torch.no_grad():
         output, _, _ = module.block_loss(batch)
-    scored = batch.weights > 0
-    loss = torch.zeros_like(batch.weights).masked_scatter(
-        scored, output.slot_loss * batch.weights[scored]
-    )
+    loss = output.slot_loss * output.weights
     starts = batch.document_starts.gather(1, batch.anchor_positions)
     found = {}
     for row, inside in enumerate(rows):

@@ -144,18 +144,16 @@ def test_proposals_are_the_training_predictions() -> None:
         module = training_module(target, drafter)
         batch = every_block([ids], K, target.mask_token_id)
         output, _, _ = module.block_loss(batch)
-        scored = batch.weights[0] > 0
-        predicted = torch.full_like(batch.labels[0], -1)
-        predicted[scored] = output.predictions
+        predicted = output.predictions[0]
         if draft_vocab:
-            predicted[scored] = drafter.draft_ids[predicted[scored]]
+            predicted = drafter.draft_ids[predicted.clamp(min=0)]
         proposer = DrafterProposer(drafter, target)
         hidden = target.forward(ids[None]).hidden
         assert hidden is not None
         for anchor in range(1, len(ids) - K):
             proposer.begin(1)
             observe(proposer, hidden[:, :anchor])
-            assert propose(proposer, int(ids[anchor])).tolist() == predicted[anchor, 1:].tolist()
+            assert propose(proposer, int(ids[anchor])).tolist() == predicted[anchor].tolist()
             assert batch.labels[0, anchor, 1:].tolist() == ids[anchor + 1 : anchor + K].tolist()
 
 
@@ -173,7 +171,7 @@ def batch_with_anchors(target: Target, ids: Tensor, anchors: list[int]) -> Batch
             "block_keep_mask",
             "noise_ids",
             "labels",
-            "weights",
+            "label_mask",
             "position_ids",
         )
     }

@@ -30,6 +30,7 @@ from dflash_lightning.errors import UserError
 from dflash_lightning.target import Target, load_target
 from dflash_lightning.target_files import fingerprint, target_folder
 from dflash_lightning.target_rules import (
+    FINAL,
     check_layer_ids,
     check_mask_token_id,
     choose_mask_token_id,
@@ -77,6 +78,21 @@ def test_taps_are_hugging_face_hidden_states_shifted_by_one(architecture: str) -
     states = target.model(input_ids=ids, output_hidden_states=True).hidden_states
     expected = torch.cat([states[1], states[4], states[7]], dim=-1)
     assert torch.equal(target.forward(ids).hidden, expected)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_final_state_is_what_the_head_reads(architecture: str) -> None:
+    target = tiny_target(architecture)
+    ids = token_ids(12)[None]
+    one, final, other = target.features(ids, torch.ones_like(ids), [1, FINAL, 4])
+    torch.testing.assert_close(target.head(final), target.forward(ids, logits_to_keep=0).logits)
+    assert torch.equal(
+        torch.cat([one, other], -1),
+        torch.cat(target.features(ids, torch.ones_like(ids), [1, 4]), -1),
+    )
+    states = target.document_states(ids, torch.ones_like(ids).bool(), torch.zeros_like(ids), True)
+    assert torch.equal(states[..., :-32], target.forward(ids).hidden)
+    torch.testing.assert_close(states[..., -32:], final)
 
 
 def test_explicit_taps_keep_their_order_in_features() -> None:

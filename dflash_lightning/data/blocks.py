@@ -1,22 +1,21 @@
 """Anchored masked blocks.
 
-Where blocks start, what the drafter sees in them, what it should say, and how much it counts.
+Where blocks start, what the drafter sees in them, and what it should say.
 
 A block is `[anchor token, MASK x (K-1)]` at positions `a .. a+K-1`. Slot `k` predicts the token AT
 position `a + k`; slot 0 predicts nothing, so K=16 drafts 15 tokens (arXiv 2602.06036, section 4).
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
+from dflash_lightning.data.anchors import Anchors, anchor_candidates, anchor_generator
 from dflash_lightning.data.samples import Sample
 from dflash_lightning.errors import UserError
 
@@ -41,92 +40,25 @@ class Batch(NamedTuple):
     """Input ids of the blocks `[B, N, K]`: the anchor's token, then mask tokens (or, as `Noise`
     says, the data's)."""
     labels: Tensor
-    """Token at each slot's position `[B, N, K]`; 0 where the weight is 0."""
-    weights: Tensor
-    """Loss weight of each slot `[B, N, K]`, float32; 0 for slot 0, dead blocks and unsupervised
-    labels."""
+    """The data's token at each slot's position `[B, N, K]`; 0 beyond the document and in dead
+    blocks."""
+    label_mask: Tensor
+    """True for slots to predict `[B, N, K]`: not slot 0, and the token at the slot's position is
+    there and supervised."""
     position_ids: Tensor
     """Position of each slot within its document `[B, N, K]`."""
     document_starts: Tensor
     """Where in its row the document of each token starts `[B, S]`: 0 in a row of one document.
     Padding is a document of its own."""
     target_hidden: Tensor | None = None
-    """Tapped target states `[B, S, T*H]` where they come from the store."""
+    """Tapped target states `[B, S, T*H]` where they come from the store; with the final ones
+    behind them, `[B, S, (T+1)*H]`, where the loss needs those."""
 
 
 Noise = Literal["masked", "random", "tokens"]
 """What the slots behind the anchor hold in training: mask tokens; the data's tokens in a random
 share of them, which then have no label (iterative denoising); or all of the data's tokens
 (autoregressive drafting)."""
-
-
-class Anchors(ABC):
-    """A rule that picks anchors among the candidates of one sample."""
-
-    num_anchors: int
-
-    @abstractmethod
-    def choose(self, candidates: Tensor, generator: torch.Generator) -> Tensor:
-        """Return at most `num_anchors` of the ascending `candidates` `[C]`, ascending."""
-
-
-@dataclass
-class RandomAnchors(Anchors):
-    """Anchors sampled without replacement, fresh every epoch (paper, Table 13).
-
-    Args:
-        num_anchors: Blocks per sample; the paper takes 512 for sequences of 3,072 tokens.
-    """
-
-    num_anchors: int = 512
-
-    def choose(self, candidates: Tensor, generator: torch.Generator) -> Tensor:
-        """See `Anchors.choose`."""
-        picked = torch.randperm(len(candidates), generator=generator)[: self.num_anchors]
-        return candidates[picked].sort().values
-
-
-def anchor_candidates(loss_mask: Tensor) -> Tensor:
-    """Return positions `[C]` whose own token and next token are supervised.
-
-    >>> anchor_candidates(torch.tensor([False, True, True, True, False, True]))
-    tensor([1, 2])
-    """
-    return (loss_mask[:-1] & loss_mask[1:]).nonzero().flatten()
-
-
-def anchor_generator(seed: int, epoch: int, sample: int) -> torch.Generator:
-    """Return a generator that depends on (seed, epoch, sample) only.
-
-    So a resumed run sees the same anchors.
-    """
-    state = np.random.SeedSequence((seed, epoch, sample)).generate_state(1, np.uint64)[0]
-    return torch.Generator().manual_seed(int(state) >> 1)
-
-
-def default_gamma(block_size: int) -> float:
-    """Return the paper's loss decay for a block size: 16 -> 7, 10 -> 5, 8 -> 4.
-
-    Straight lines between and beyond.
-
-    >>> [default_gamma(k) for k in (4, 8, 10, 16)]
-    [2.0, 4.0, 5.0, 7.0]
-    """
-    return block_size / 2 if block_size <= 10 else 5 + (block_size - 10) / 3
-
-
-def position_weights(block_size: int, gamma: float | None) -> Tensor:
-    """Return the slots' loss weights `[K]`.
-
-    0 for slot 0, then `exp(-(k - 1) / gamma)`, or 1 where gamma is None.
-
-    >>> position_weights(3, None)
-    tensor([0., 1., 1.])
-    """
-    slots = torch.arange(block_size, dtype=torch.float32)
-    weights = torch.ones(block_size) if gamma is None else torch.exp(-(slots - 1) / gamma)
-    weights[0] = 0.0
-    return weights
 
 
 def shown_slots(count: int, block_size: int, generator: torch.Generator) -> Tensor:
@@ -146,7 +78,7 @@ def make_blocks(
     anchors: Tensor,
     num_blocks: int,
     mask_token_id: int,
-    weights: Tensor,
+    block_size: int,
     noise: Noise = "masked",
     shown: Tensor | None = None,
 ) -> dict[str, Tensor]:
@@ -158,25 +90,26 @@ def make_blocks(
         anchors: Places of the chosen anchors in the row `[n]`, `n <= num_blocks`.
         num_blocks: N.
         mask_token_id: Fills slots 1..K-1.
-        weights: Position weights `[K]`.
+        block_size: K.
         noise: What the slots hold.
         shown: With `random` noise, which slots hold the data's token `[n, K]`.
 
     Returns:
-        `anchor_positions`, `block_keep_mask` `[N]`; `noise_ids`, `labels`, `weights`,
+        `anchor_positions`, `block_keep_mask` `[N]`; `noise_ids`, `labels`, `label_mask`,
         `position_ids` `[N, K]`.
     """
     keep = torch.arange(num_blocks) < len(anchors)
     starts = torch.zeros(num_blocks, dtype=torch.int64)
     starts[: len(anchors)] = anchors
-    places = starts[:, None] + torch.arange(len(weights))
+    places = starts[:, None] + torch.arange(block_size)
     clamped = places.clamp(max=len(row.ids) - 1)
     first = document_starts[starts][:, None]
     inside = (places == clamped) & (document_starts[clamped] == first) & keep[:, None]
     open_ = torch.zeros_like(inside)
     if shown is not None:
         open_[: len(shown)] = shown & inside[: len(shown)]
-    slot_weights = weights * (inside & row.loss_mask[clamped] & ~open_)
+    label_mask = inside & row.loss_mask[clamped] & ~open_
+    label_mask[:, 0] = False
     open_ |= inside & (noise == "tokens")
     noise_ids = torch.where(open_, row.ids[clamped], mask_token_id)
     noise_ids[:, 0] = row.ids[starts]
@@ -184,8 +117,8 @@ def make_blocks(
         "anchor_positions": starts,
         "block_keep_mask": keep,
         "noise_ids": noise_ids,
-        "labels": torch.where(slot_weights > 0, row.ids[clamped], 0),
-        "weights": slot_weights,
+        "labels": torch.where(inside, row.ids[clamped], 0),
+        "label_mask": label_mask,
         "position_ids": places - first,
     }
 
@@ -201,7 +134,6 @@ class BlockCollator:
     anchors: Anchors
     block_size: int
     mask_token_id: int
-    gamma: float | None
     seed: int
     noise: Noise = "masked"
 
@@ -215,9 +147,9 @@ class BlockCollator:
         starts = [_document_starts([len(sample.ids) for _, _, sample, _ in row]) for row in rows]
         chosen = [self._anchors(row) for row in rows]
         room = self._room(max(len(anchors) for anchors, _ in chosen))
-        weights = position_weights(self.block_size, self.gamma)
+        size, mask, noise = self.block_size, self.mask_token_id, self.noise
         blocks = [
-            make_blocks(row, first, anchors, room, self.mask_token_id, weights, self.noise, shown)
+            make_blocks(row, first, anchors, room, mask, size, noise, shown)
             for row, first, (anchors, shown) in zip(joined, starts, chosen, strict=True)
         ]
         hidden = [_states(row) for row in rows]
@@ -237,12 +169,13 @@ class BlockCollator:
         """Return the places of a row's anchors, document by document, and their shown slots."""
         found, shown, start = [], [], 0
         for index, epoch, sample, _ in row:
+            candidates = anchor_candidates(sample.loss_mask)
             generator = anchor_generator(self.seed, epoch, index)
-            chosen = self.anchors.choose(anchor_candidates(sample.loss_mask), generator)
-            if len(chosen) > self.anchors.num_anchors:
+            chosen = self.anchors.choose(candidates, generator, self.block_size)
+            most = self.anchors.num_anchors
+            if most is not None and len(chosen) > most:
                 raise UserError(
-                    f"data.anchors: {len(chosen)} anchors of one sample, and num_anchors is "
-                    f"{self.anchors.num_anchors}"
+                    f"data.anchors: {len(chosen)} anchors of one sample, and num_anchors is {most}"
                 )
             if self.noise == "random":
                 shown.append(shown_slots(len(chosen), self.block_size, generator))
@@ -251,8 +184,14 @@ class BlockCollator:
         return torch.cat(found), torch.cat(shown) if shown else None
 
     def _room(self, count: int) -> int:
-        """Return the number of blocks that holds `count`: few sizes, so that kernels fit again."""
-        return self.anchors.num_anchors * max(1, -(-count // self.anchors.num_anchors))
+        """Return the number of blocks that holds `count`: few sizes, so that kernels fit again.
+
+        Multiples of `num_anchors`, or powers of two where a sample may have any number.
+        """
+        most = self.anchors.num_anchors
+        if most is None:
+            return max(8, 1 << (count - 1).bit_length())
+        return most * max(1, -(-count // most))
 
 
 def _joined(samples: Sequence[Sample]) -> Sample:

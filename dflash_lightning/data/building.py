@@ -13,8 +13,8 @@ from typing import Literal
 
 from tqdm import tqdm
 
+from dflash_lightning.data.anchors import anchor_candidates
 from dflash_lightning.data.answers import Answers
-from dflash_lightning.data.blocks import anchor_candidates
 from dflash_lightning.data.chats import target_samples, user_turns
 from dflash_lightning.data.files import only_writer
 from dflash_lightning.data.prepare import AnswerBook, cache_key, windows, write_whole

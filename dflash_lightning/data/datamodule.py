@@ -10,14 +10,9 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
+from dflash_lightning.data.anchors import Anchors, RandomAnchors
 from dflash_lightning.data.answers import Answers, LocalAnswers
-from dflash_lightning.data.blocks import (
-    Anchors,
-    BlockCollator,
-    Noise,
-    RandomAnchors,
-    default_gamma,
-)
+from dflash_lightning.data.blocks import BlockCollator, Noise
 from dflash_lightning.data.building import Recipe
 from dflash_lightning.data.features import FeatureStore, build_store
 from dflash_lightning.data.loading import (
@@ -36,6 +31,7 @@ from dflash_lightning.data.sources import WordProblems
 from dflash_lightning.data.summary import Summary
 from dflash_lightning.errors import UserError
 from dflash_lightning.target import Target, load_target
+from dflash_lightning.target_rules import FINAL
 from dflash_lightning.target_spec import TargetConfig, TargetSpec, inspect_target
 
 log = logging.getLogger(__name__)
@@ -53,7 +49,8 @@ class DFlashDataModule(pl.LightningDataModule):
         prompts: Where prompts come from; a class of `data.prompts` or your own `PromptSource`.
         target: The target; linked to `model.target`, say it there.
         block_size: Linked to `model.block_size`, say it there.
-        loss_decay_gamma: Linked to `model.loss_decay_gamma`, say it there.
+        final_states: Whether the store holds the target's final states too; follows from
+            `model.loss`.
         noise: Follows from `model.axes`.
         responses: `target`: the frozen target answers the prompts, once (the paper's way); of a
             chat it answers each user turn in turn, and all its answers are supervised. `given`:
@@ -62,7 +59,8 @@ class DFlashDataModule(pl.LightningDataModule):
             OpenAI-compatible server.
         max_new_tokens: Longest answer of the target, in tokens.
         max_length: Longest sample, in tokens; the rest is cut off.
-        anchors: The rule that picks anchors, and how many a sample.
+        anchors: The rule that picks anchors, and how many a sample: `RandomAnchors`,
+            `UniformAnchors`, `AllAnchors`, or your own.
         batch_size: Rows per step and process: samples, or with packing rows of up to max_length
             tokens.
         packing: Put several samples into one row, up to max_length tokens. None sees another, each
@@ -80,7 +78,7 @@ class DFlashDataModule(pl.LightningDataModule):
         prompts: PromptSource = WordProblems(),  # noqa: B008
         target: TargetConfig = TargetConfig(),  # noqa: B008
         block_size: int = 16,
-        loss_decay_gamma: float | Literal["auto", "uniform"] = "auto",
+        final_states: bool = False,
         noise: Noise = "masked",
         responses: Literal["target", "given"] = "target",
         answers: Answers = LocalAnswers(),  # noqa: B008
@@ -102,8 +100,8 @@ class DFlashDataModule(pl.LightningDataModule):
         self.max_new_tokens, self.max_length = max_new_tokens, max_length
         self.cache_dir = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
         self.seed, self.num_workers = seed, num_workers
+        self.final_states = final_states
         self.noise: Noise = noise
-        self.gamma = resolve_gamma(loss_decay_gamma, block_size)
         self.summaries: dict[Split, Summary] = {}
         self.samples: dict[Split, SampleStore] = {}
         self.held_out_prompts: dict[Split, TokenLists] = {}
@@ -151,7 +149,7 @@ class DFlashDataModule(pl.LightningDataModule):
                     loaded,
                     self.spec.fingerprint,
                     self.samples[split],
-                    self.spec.target_layer_ids,
+                    [*self.spec.target_layer_ids, *([FINAL] if self.final_states else [])],
                     self.spec.config.hidden_size,
                     getattr(torch, self.spec.dtype),
                     self.cache_dir,
@@ -190,7 +188,6 @@ class DFlashDataModule(pl.LightningDataModule):
             self.anchors,
             self.block_size,
             self.spec.mask_token_id,
-            self.gamma,
             self.seed,
             "masked" if self.noise == "random" and not shuffle else self.noise,
         )
@@ -213,20 +210,3 @@ class DFlashDataModule(pl.LightningDataModule):
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
         )
-
-
-def resolve_gamma(gamma: float | str, block_size: int) -> float | None:
-    """Return the loss decay: `auto` is the paper's value for the block size, `uniform` is None.
-
-    Raises:
-        UserError: Not a positive number.
-    """
-    if gamma == "auto":
-        return default_gamma(block_size)
-    if gamma == "uniform":
-        return None
-    if isinstance(gamma, str) or not gamma > 0:
-        raise UserError(
-            f"model.loss_decay_gamma: needs a positive number, auto or uniform, got {gamma}"
-        )
-    return float(gamma)

@@ -1,7 +1,7 @@
 """The store of tapped target states.
 
 Computed once, memory-mapped, shared by every epoch and run on one target and data set. It holds
-every layer that any of them asked for.
+every layer that any of them asked for, and the final states where a loss asked for them.
 """
 
 import logging
@@ -34,14 +34,14 @@ class FeatureStore:
 
     Args:
         plan: Where each sample's states lie.
-        layer_ids: Layers to read, in the drafter's order.
+        layer_ids: Layers to read, in the drafter's order; `FINAL` may be the last.
     """
 
     def __init__(self, plan: ShardPlan, layer_ids: Sequence[int]) -> None:
         self.plan, self.layer_ids = plan, list(layer_ids)
 
     def __getitem__(self, index: int) -> Tensor:
-        """Return the tapped states `[S, T*H]` of one sample."""
+        """Return the states `[S, T*H]` of one sample, the layers side by side."""
         shard, rows = self.plan.locate(index)
         return torch.cat([self.plan.states(i, shard)[rows] for i in self.layer_ids], dim=-1)
 
@@ -76,7 +76,7 @@ def build_store(
         load_target: Called only if something is lacking.
         fingerprint: Identity of the target, its dtype and its chat template.
         samples: What the target reads.
-        layer_ids: Layers to read, in the drafter's order.
+        layer_ids: Layers to read, in the drafter's order; `FINAL` may be the last.
         hidden_size: H.
         dtype: Dtype of the states.
         cache_dir: The store lies in `cache_dir/features/KEY/`.

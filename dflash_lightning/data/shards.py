@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dflash_lightning.data.files import write_whole
+from dflash_lightning.target_rules import FINAL
 
 SHARD_BYTES = 64 << 20
 CHECKSUM_BYTES = 4
@@ -43,7 +44,8 @@ class ShardPlan:
 
     def path(self, layer_id: int, shard: int) -> Path:
         """Return the file of one layer's states in one shard."""
-        return self.folder / f"layer_{layer_id:02d}" / f"shard_{shard:05d}.bin"
+        layer = "final" if layer_id == FINAL else f"layer_{layer_id:02d}"
+        return self.folder / layer / f"shard_{shard:05d}.bin"
 
     def samples(self, shard: int) -> range:
         """Return the indices of a shard's samples."""
