@@ -514,7 +514,11 @@ def test_signal_ends_the_process_cleanly(run: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dflash_lightning", "generate", "--ckpt", str(run)]
     flags = ["--file", str(file), "--out", str(out), "--batch_size", "2", "--max_new_tokens", "100"]
     process = subprocess.Popen(
-        [*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's `&` ignores it
     )
     try:
         deadline = time.monotonic() + 120
