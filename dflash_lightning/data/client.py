@@ -51,6 +51,7 @@ class Client:
         """Check the addresses."""
         self._local, self._turn, self._lock = threading.local(), 0, threading.Lock()
         self._stopped, self._open = threading.Event(), set[http.client.HTTPConnection]()
+        self._random = random.Random()  # not the run's seed: machines must not retry in step
         self.sent, self.failed, self._said = 0, 0, 0.0
         self.key = self.key.strip()
         for url in self.urls:
@@ -91,7 +92,9 @@ class Client:
                 break
             self._failed(url, problem)
             if attempt < self.retries:
-                wait = min(self.first_wait * 2**attempt, _LONGEST_WAIT) * random.uniform(0.5, 1.5)
+                wait = min(self.first_wait * 2**attempt, _LONGEST_WAIT) * self._random.uniform(
+                    0.5, 1.5
+                )
                 self._stopped.wait(wait)
         raise UserError(
             f"data.answers.url: {_shown(url)} failed {attempt + 1} times, at last with "
