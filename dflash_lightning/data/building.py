@@ -30,6 +30,8 @@ from dflash_lightning.target_spec import TargetSpec
 log = logging.getLogger(__name__)
 
 PROMPTS_PER_CHUNK = 64
+FORMAT = 1
+"""Raise it when the same prompts give other samples than before."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Recipe:
         identity = self.prompts.fingerprint()
         answered = [self.answers.identity(), self.max_new_tokens]
         key = cache_key(
+            FORMAT,
             identity,
             split,
             self.spec.fingerprint,
