@@ -10,7 +10,7 @@ quickstart: $(VENV)/.quickstart  ## train the README's drafter and decode with i
 	$(BIN)/python -m dflash_lightning fit -c experiments/quickstart.yaml $(FLAGS)
 
 test: $(VENV)/.test  ## the tests that take seconds to minutes
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n auto --dist loadfile
 
 test-slow: $(VENV)/.test  ## the tests that train on the real target
 	$(BIN)/python -m pytest -m slow
