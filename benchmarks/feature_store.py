@@ -19,7 +19,7 @@ from typing import Any
 import lightning.pytorch as pl
 from jsonargparse import auto_cli
 
-from dflash_lightning.data.blocks import RandomAnchors
+from dflash_lightning.data.anchors import RandomAnchors
 from dflash_lightning.data.datamodule import DFlashDataModule
 from dflash_lightning.data.sources import WordProblems
 from dflash_lightning.module import DFlashModule
