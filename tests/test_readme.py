@@ -35,7 +35,7 @@ def test_flags_in_the_readme_exist(tmp_path: Path) -> None:
         ["--trainer.logger", "false", "--trainer.default_root_dir", str(tmp_path)], run=False
     )
     dumped = cli.parser.dump(cli.config, format="json", skip_none=False)
-    known = set(dumped.split('"')) | {"train"}
+    known = set(dumped.split('"')) | {"train", "url"}
     for flag in flags:
         assert flag.split(".")[-1] in known, f"README names an unknown flag --{flag}"
 
