@@ -12,8 +12,8 @@ quickstart: $(VENV)/.quickstart  ## train the README's drafter and decode with i
 test: $(VENV)/.test  ## the tests that take seconds to minutes
 	$(BIN)/python -m pytest -m "not slow" -n auto --dist loadfile
 
-test-slow: $(VENV)/.test  ## the tests that train on the real target
-	$(BIN)/python -m pytest -m slow
+test-slow: $(VENV)/.test  ## the long ones: the real target, chi-squares, memory, processes
+	$(BIN)/python -m pytest -m slow -n auto --dist loadfile
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
