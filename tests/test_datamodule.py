@@ -225,6 +225,27 @@ def test_chats_that_the_template_refuses_are_named(tmp_path: Path, responses: st
     )
 
 
+def test_given_chats_keep_every_turn_under_a_template_that_rewrites(tmp_path: Path) -> None:
+    """As Qwen3's does: an answer that is not the last is shown otherwise than it was given."""
+    folder = save_tiny_target(tmp_path / "forgetful")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHATML.replace(
+        "message['content']",
+        "(message['content'] if loop.last or message['role'] == 'user' else '(cut)')",
+    )
+    tokenizer.save_pretrained(folder)
+    turns = [("user", "1"), ("assistant", "one!"), ("user", "2"), ("assistant", "two!")]
+    rows = [
+        {"messages": [{"role": r, "content": c} for r, c in turns]},
+        {"prompt": "3", "response": "three"},
+    ]
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = ready_data(folder, tmp_path, JsonlPrompts(str(file), held_out=0), responses="given")
+    said = [tokenizer.decode(s.ids[s.loss_mask]) for s in data.samples["train"]]
+    assert said == ["one!<|im_end|>", "two!<|im_end|>", "three<|im_end|>"]
+
+
 def test_samples_without_possible_anchor_are_dropped(target_folder: Path, tmp_path: Path) -> None:
     """An empty answer is a lone stop token: nothing can be drafted after it."""
     file = write_chats(tmp_path / "a.jsonl", ["yes", "", "no", "", "1"])

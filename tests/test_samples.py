@@ -12,6 +12,7 @@ from dflash_lightning.data.samples import (
     prompt_ids,
     response_sample,
     text_samples,
+    turns_apart,
 )
 from dflash_lightning.errors import UserError
 
@@ -164,13 +165,39 @@ def test_missing_template_is_refused() -> None:
             call(tokenizer, chat(*ONE_TURN))
 
 
-def test_template_that_rewrites_earlier_turns_is_refused() -> None:
+def test_a_turn_that_the_template_rewrites_is_not_supervised_as_it_stands() -> None:
     tokenizer = tokenizer_with(FORGETFUL)
-    message = "turn 3 can't be located: this chat template rewrites earlier turns"
-    with pytest.raises(UserError, match=message) as caught:
+    with pytest.raises(UserError, match="turn 3 can't be located: this chat template rewrites"):
         chat_sample(tokenizer, chat(*TWO_TURNS))
-    assert "data.responses: target" in str(caught.value)
     assert supervised(tokenizer, chat_sample(tokenizer, chat(*ONE_TURN))) == ["It is 4.<|im_end|>"]
+
+
+def test_rewritten_turns_each_end_a_chat_of_their_own() -> None:
+    """Every turn is supervised once, as it was said, behind the history as the template has it."""
+    tokenizer = tokenizer_with(FORGETFUL)
+    three = chat(*TWO_TURNS, ("user", "And 4+4?"), ("assistant", "8"))
+    parts = turns_apart(tokenizer, three)
+    assert [(len(messages), since) for messages, since in parts] == [(3, 2), (5, 4), (7, 6)]
+    since = [first for _, first in parts]
+    samples = chat_samples(tokenizer, [messages for messages, _ in parts], None, None, since)
+    said = ["It is 4.<|im_end|>", "6<|im_end|>", "8<|im_end|>"]
+    for sample, turn in zip(samples, said, strict=True):
+        assert isinstance(sample, Sample)
+        assert supervised(tokenizer, sample) == [turn]
+    assert "(cut)" in tokenizer.decode(samples[2].ids)  # type: ignore[union-attr]
+
+
+def test_turns_that_stay_as_they_were_stay_together() -> None:
+    """A template that rewrites nothing gives one chat; one that cuts what is old parts the rest."""
+    assert turns_apart(tokenizer_with(CHATML), chat(*TWO_TURNS)) == [(chat(*TWO_TURNS), 2)]
+    pairs = CHATML.replace(
+        "message['content']",
+        "(message['content'] if loop.revindex < 5 or message['role'] == 'user' else '(cut)')",
+    )
+    tokenizer = tokenizer_with(pairs)
+    turns = [("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b")]
+    parts = turns_apart(tokenizer, chat(*turns, *turns))
+    assert [(len(messages), since) for messages, since in parts] == [(4, 1), (6, 5), (8, 7)]
 
 
 def test_template_that_refuses_a_chat_gives_one_line() -> None:

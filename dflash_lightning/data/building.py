@@ -21,7 +21,13 @@ from dflash_lightning.data.prepare import AnswerBook, cache_key, windows, write_
 from dflash_lightning.data.prompts import Prompt, PromptSource, Split
 from dflash_lightning.data.rows import BadRows, good_rows
 from dflash_lightning.data.sample_store import SampleStore, opened, write_samples
-from dflash_lightning.data.samples import Sample, chat_samples, prompt_ids, text_samples
+from dflash_lightning.data.samples import (
+    Sample,
+    chat_samples,
+    prompt_ids,
+    text_samples,
+    turns_apart,
+)
 from dflash_lightning.data.summary import Summary
 from dflash_lightning.errors import UserError
 from dflash_lightning.target import Target
@@ -157,14 +163,29 @@ class Recipe:
             of_chats = iter(chat_samples(spec.tokenizer, chats, spec.stop_ids, self.max_length))
             for prompt in chunk:
                 made = next(of_chats if prompt.text is None else of_texts)
-                if isinstance(made, UserError):
-                    bad.add(UserError(f"{prompt.source}: {made}"))
+                samples = self._apart(prompt, made) if isinstance(made, UserError) else [made]
+                if isinstance(samples, UserError):
+                    bad.add(UserError(f"{prompt.source}: {samples}"))
                     continue
                 bad.good()
-                summary.sample(made)
-                yield made
+                for sample in samples:
+                    summary.sample(sample)
+                    yield sample
         bad.end()
         summary.bad_rows += bad.bad
+
+    def _apart(self, prompt: Prompt, error: UserError) -> list[Sample] | UserError:
+        """Return a chat that could not be told as one sample as several, or why that fails too."""
+        if prompt.text is not None:
+            return error
+        try:
+            chats = turns_apart(self.spec.tokenizer, prompt.messages)
+        except UserError as refused:
+            return refused
+        parts, since = [chat for chat, _ in chats], [first for _, first in chats]
+        made = chat_samples(self.spec.tokenizer, parts, self.spec.stop_ids, self.max_length, since)
+        good = [sample for sample in made if isinstance(sample, Sample)]
+        return good if len(good) == len(made) > 0 else error
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         messages = list(prompt.messages)

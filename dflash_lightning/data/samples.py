@@ -68,6 +68,7 @@ def chat_samples(
     chats: Sequence[Sequence[Message]],
     stop_ids: Collection[int] | None = None,
     max_length: int | None = None,
+    since: Sequence[int] | None = None,
 ) -> list[Sample | UserError]:
     """Return finished chats as samples, tokenized together.
 
@@ -80,6 +81,7 @@ def chat_samples(
         chats: The chats.
         stop_ids: Tokens that end a turn; None takes the tokenizer's eos.
         max_length: Tokens behind it are cut off, before they are tokenized if the chat is long.
+        since: The message of each chat from which on turns are supervised; None means all.
 
     Returns:
         A sample a chat; the error where it has no assistant turn, or the template none that can be
@@ -88,9 +90,9 @@ def chat_samples(
     ends = [tokenizer.eos_token_id] if stop_ids is None else sorted(stop_ids)
     found: list[Sample | UserError] = []
     rendered: list[tuple[str, list[tuple[int, int]]]] = []
-    for chat in chats:
+    for chat, first in zip(chats, since or [0] * len(chats), strict=True):
         try:
-            rendered.append(_rendered(tokenizer, chat))
+            rendered.append(_rendered(tokenizer, chat, first))
         except UserError as error:
             rendered.append(("", []))
             found.append(error)
@@ -168,7 +170,7 @@ def _tokenized(
 
 
 def _rendered(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], since: int
 ) -> tuple[str, list[tuple[int, int]]]:
     """Return a chat's text and where its assistant turns lie.
 
@@ -176,18 +178,50 @@ def _rendered(
         UserError: No assistant turn, or none that can be located.
     """
     text = render(tokenizer, messages, add_generation_prompt=False)
-    spans = _assistant_spans(tokenizer, messages, text)
+    spans = _assistant_spans(tokenizer, messages, text, since)
     if not spans:
         raise _NOTHING_SUPERVISED
     return text, spans
 
 
+def turns_apart(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
+) -> list[tuple[Sequence[Message], int]]:
+    """Return a chat as chats whose turns can be located, each with the message it counts from.
+
+    A template that rewrites earlier turns (Qwen3 removes its thinking tags) shows each of them as
+    the target wrote it only while it is the last: it then ends a chat of its own.
+
+    Raises:
+        UserError: The template refuses the chat.
+    """
+    found: list[tuple[Sequence[Message], int]] = []
+    for turn in _answers(messages):
+        so_far = messages[: turn + 1]
+        if found:
+            since = found[-1][1]
+            try:
+                _rendered(tokenizer, so_far, since)
+            except UserError:
+                pass
+            else:
+                found[-1] = so_far, since
+                continue
+        found.append((so_far, turn))
+    return found
+
+
+def _answers(messages: Sequence[Message]) -> list[int]:
+    """Return the assistant's turns, but an opening one, which nothing asked for."""
+    return [n for n, m in enumerate(messages) if m["role"] == "assistant" and n > 0]
+
+
 def _assistant_spans(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], text: str
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], text: str, since: int
 ) -> list[tuple[int, int]]:
     spans = []
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant" or turn == 0:  # nothing asked for an opening turn
+    for turn in _answers(messages):
+        if turn < since:
             continue
         before = render(tokenizer, messages[:turn], add_generation_prompt=True)
         last = turn + 1 == len(messages)
@@ -195,8 +229,7 @@ def _assistant_spans(
         if not (after.startswith(before) and text.startswith(after)):
             raise UserError(
                 f"the assistant mask of turn {turn + 1} can't be located: this chat template "
-                "rewrites earlier turns; give single-turn chats, or let the target answer the "
-                "prompts (data.responses: target)"
+                "rewrites what stood there"
             )
         spans.append((len(before), len(after)))
     return spans
