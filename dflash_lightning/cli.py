@@ -199,7 +199,9 @@ class PredictionWriter(pl.Callback):
     """Writes what `predict` decoded to `predictions.jsonl` in the run's folder."""
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write one line a prompt."""
+        """Write one line a prompt; of several processes, the first writes its own."""
+        if not trainer.is_global_zero:
+            return
         folder = run_folder(trainer) or Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "predictions.jsonl"
