@@ -5,8 +5,10 @@ import pytest
 import torch
 import yaml
 from tiny import save_tiny_target
+from tqdm import tqdm
 
 torch.set_num_threads(1)
+tqdm.monitor_interval = 0  # its thread may hold tqdm's lock while a test forks
 
 
 @pytest.fixture(scope="session")
