@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from threading import RLock
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from tiny import save_tiny_target
 from tqdm import tqdm
 
 torch.set_num_threads(1)
-tqdm.monitor_interval = 0  # its thread may hold tqdm's lock while a test forks
+tqdm.monitor_interval = 0
+tqdm.set_lock(RLock())  # its own is shared with forked children: one killed inside keeps it
 
 
 @pytest.fixture(scope="session")
