@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 import time
 import traceback
 from pathlib import Path
@@ -105,7 +104,6 @@ def killed_at(experiment: Path, cache: Path, shards: int) -> int:
     return len(list(cache.rglob("*.jsonl")))
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 def test_killed_at_any_moment_it_ends_with_the_same_bytes(
     experiment: Path, prepared: Path, tmp_path: Path
 ) -> None:
