@@ -319,8 +319,6 @@ def test_stop_token_is_the_one_the_server_names() -> None:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int]]:
     """`transformers serve` on loopback with a tiny target that says nothing special but its end."""
-    for package in ("fastapi", "uvicorn", "openai", "pydantic"):
-        pytest.importorskip(package, reason="transformers serve needs the extra serve")
     folder = tmp_path_factory.mktemp("served")
     model, tokenizer = tiny_model("llama_untied"), tiny_tokenizer()
     special = {*tokenizer.all_special_ids, *range(len(tokenizer), VOCAB)} - {EOS}

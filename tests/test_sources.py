@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ COLUMNS = {"prompt": "q", "response": "a"}
 
 @pytest.fixture(scope="module")
 def datasets() -> Any:
-    return pytest.importorskip("datasets", reason="needs the extra datasets")
+    return import_module("datasets")  # slow to import
 
 
 @pytest.fixture
@@ -129,18 +130,13 @@ def test_identity_of_a_data_set(saved: str) -> None:
 # ---- reasoning-gym -----------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def gym() -> None:
-    pytest.importorskip("reasoning_gym", reason="needs the extra reasoning-gym")
-
-
 def make_gym(**changes: Any) -> ReasoningGymPrompts:
     options: dict[str, Any] = {"num_train": 60, "num_val": 15, "num_test": 15}
     return ReasoningGymPrompts(**(options | changes))
 
 
 @pytest.mark.parametrize("tasks", [["gsm_symbolic"], {"chain_sum": {"max_digits": 2}, "gcd": {}}])
-def test_splits_of_reasoning_gym_share_no_question(gym: None, tasks: Any) -> None:
+def test_splits_of_reasoning_gym_share_no_question(tasks: Any) -> None:
     source = make_gym(tasks=tasks)
     found = load(source)
     assert [len(found[split]) for split in SPLITS] == [60, 15, 15]
@@ -151,7 +147,7 @@ def test_splits_of_reasoning_gym_share_no_question(gym: None, tasks: Any) -> Non
     assert load(source) == found
 
 
-def test_seeds_of_the_splits_are_disjoint(gym: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeds_of_the_splits_are_disjoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """A problem's seed is its data set's plus its index: ranges must not meet."""
     import reasoning_gym
 
@@ -171,7 +167,7 @@ def test_seeds_of_the_splits_are_disjoint(gym: None, monkeypatch: pytest.MonkeyP
     assert spans[-1][1] < 2**32
 
 
-def test_seeds_give_other_questions_and_sizes_keep_the_first(gym: None) -> None:
+def test_seeds_give_other_questions_and_sizes_keep_the_first() -> None:
     def texts(**changes: Any) -> list[str]:
         return contents(list(make_gym(**changes).stream("train")))
 
@@ -180,7 +176,7 @@ def test_seeds_give_other_questions_and_sizes_keep_the_first(gym: None) -> None:
     assert texts(num_val=14)[:5] == texts()[:5]
 
 
-def test_bad_tasks_are_named(gym: None) -> None:
+def test_bad_tasks_are_named() -> None:
     assert "data.prompts.tasks: nonsense" in one_line_error(make_gym(tasks=["nonsense"]))
     assert "tasks: gcd: " in one_line_error(make_gym(tasks={"gcd": {"nonsense": 1}}))
     assert "seed 0 to 340" in one_line_error(make_gym(seed=341))
