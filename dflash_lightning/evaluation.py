@@ -22,9 +22,9 @@ from dflash_lightning.decoding.compare import (
 from dflash_lightning.decoding.cost import measure_cost
 from dflash_lightning.decoding.evaluate import evaluate, marked_text
 from dflash_lightning.decoding.loop import check_prompts
+from dflash_lightning.decoding.outcome import Decoded
 from dflash_lightning.decoding.proposer import DrafterProposer, decoding_copy
 from dflash_lightning.decoding.report import DecodingReport
-from dflash_lightning.drafter.model import Drafter
 from dflash_lightning.errors import UserError
 from dflash_lightning.figures import acceptance_figure
 from dflash_lightning.module import DFlashModule
@@ -113,7 +113,7 @@ class DecodingEvaluation(pl.Callback):
         if due and step != self._last_step and step != trainer.max_steps:
             self._last_step = step
             if trainer.is_global_zero:
-                self._evaluate(trainer, pl_module, "val", self.num_prompts)
+                self._evaluate(trainer, *self._parts(trainer, pl_module, "val", self.num_prompts))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Don't decode again right after a resume."""
@@ -138,12 +138,12 @@ class DecodingEvaluation(pl.Callback):
         folder = run_folder(trainer)
         if folder is not None and trainer.state.fn == "fit":
             cast(DFlashModule, module).drafter.save_pretrained(folder / "drafter")
-        target, drafter, prompts = self._parts(trainer, module, split, self.final_prompts)
-        others = self._others(target, prompts, trainer)
-        found = self._evaluate(trainer, module, split, self.final_prompts, others)
-        sizes = self._other_block_sizes(target, drafter, prompts)
+        proposer, prompts = self._parts(trainer, module, split, self.final_prompts)
+        others = self._others(proposer.target, prompts, trainer)
+        found = self._evaluate(trainer, proposer, prompts, others)
+        sizes = self._other_block_sizes(proposer, prompts)
         self._log_block_sizes(trainer, sizes)
-        cost = measure_cost(target, DrafterProposer(drafter, target), prompts[0])
+        cost = measure_cost(proposer.target, proposer, prompts[0])
         figures = {**asdict(cost), "expected_speedup": cost.speedup(found.accept_len)}
         for logger in trainer.loggers:
             logger.log_metrics({f"cost/{k}": v for k, v in figures.items()}, trainer.global_step)
@@ -166,42 +166,45 @@ class DecodingEvaluation(pl.Callback):
         }
 
     def _other_block_sizes(
-        self, target: Target, drafter: Drafter, prompts: list[Tensor]
+        self, trained: DrafterProposer, prompts: list[Tensor]
     ) -> dict[int, DecodingReport]:
         found = {}
         for size in self.eval_block_sizes:
-            if size != drafter.config.block_size:
-                proposer = DrafterProposer(drafter, target, size, longer=True)
-                found[size] = evaluate(
-                    target, proposer, prompts, self.max_new_tokens, self.batch_size
-                )[0]
+            if size != trained.block_size:
+                proposer = DrafterProposer(trained.drafter, trained.target, size, longer=True)
+                found[size] = self._decoded(proposer, prompts)[0]
         return found
 
     def _parts(
         self, trainer: pl.Trainer, module: pl.LightningModule, split: str, num_prompts: int
-    ) -> tuple[Target, Drafter, list[Tensor]]:
-        """Return the target, a decoding copy of the drafter, and prompts of a split."""
+    ) -> tuple[DrafterProposer, list[Tensor]]:
+        """Return a proposer of the drafter's copy, so the module stays as it is, and prompts."""
         if not isinstance(module, DFlashModule) or module.target is None:
             raise UserError("decode: DecodingEvaluation needs a DFlashModule")
         drafter = decoding_copy(module.drafter, module.target.dtype)
-        return module.target, drafter, self._prompts(trainer, split, num_prompts)
+        proposer = DrafterProposer(drafter, module.target)
+        return proposer, self._prompts(trainer, split, num_prompts)
 
     def _evaluate(
         self,
         trainer: pl.Trainer,
-        module: pl.LightningModule,
-        split: str,
-        num_prompts: int,
+        proposer: DrafterProposer,
+        prompts: list[Tensor],
         others: dict[str, float] | None = None,
     ) -> DecodingReport:
-        """Decode with a copy of the drafter: the module stays as it is."""
-        target, drafter, prompts = self._parts(trainer, module, split, num_prompts)
-        proposer = DrafterProposer(drafter, target)
-        found, decoded = evaluate(
-            target, proposer, prompts, self.max_new_tokens, self.batch_size, others
-        )
-        self._log(trainer, found, marked_text(target, prompts[0], decoded[0]))
+        found, decoded = self._decoded(proposer, prompts, others)
+        self._log(trainer, found, marked_text(proposer.target, prompts[0], decoded[0]))
         return found
+
+    def _decoded(
+        self,
+        proposer: DrafterProposer,
+        prompts: list[Tensor],
+        others: dict[str, float] | None = None,
+    ) -> tuple[DecodingReport, list[Decoded]]:
+        return evaluate(
+            proposer.target, proposer, prompts, self.max_new_tokens, self.batch_size, others
+        )
 
     def _prompts(self, trainer: pl.Trainer, split: str, count: int) -> list[Tensor]:
         ids = trainer.datamodule.held_out_prompts[split][:count]  # type: ignore[attr-defined]
