@@ -34,13 +34,14 @@ def token_ids(length: int, seed: int = 0) -> Tensor:
     return torch.randint(3, 90, (length,), generator=torch.Generator().manual_seed(seed))
 
 
-def greedy(target: Target, prompt: Tensor, count: int) -> list[int]:
+def greedy(target: Target, prompt: Tensor, count: int, penalty: float = 1.0) -> list[int]:
     """Return `generate`'s greedy continuation, running past stop tokens."""
     output = target.model.generate(
         prompt[None],
         do_sample=False,
         max_new_tokens=count,
         min_new_tokens=count,
+        repetition_penalty=penalty,
         eos_token_id=None,
         pad_token_id=2,
     )

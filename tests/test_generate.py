@@ -34,40 +34,26 @@ QUESTIONS = [f"{n} and {n + 1}?" for n in range(20)]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(experiment: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a target, prompts, and one finished run; now and then a draft is accepted."""
     folder = tmp_path_factory.mktemp("generate")
     save_tiny_target(folder / "target")
     rows = [{"prompt": text} for text in QUESTIONS]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = {
-        "seed_everything": 3,
-        "model": {
-            "target": {"name": str(folder / "target"), "dtype": "float32", "num_taps": 3},
-            "block_size": 4,
-            "num_layers": 1,
-            "draft_vocab": 60,
-            "lr": 5e-3,
-        },
+        "base": str(experiment),
+        "model": {"target": {"name": str(folder / "target")}, "draft_vocab": 60, "lr": 5e-3},
         "data": {
-            "prompts": {
-                "class_path": "JsonlPrompts",
-                "init_args": {"train": str(folder / "prompts.jsonl"), "held_out": 1},
-            },
+            "prompts": {"init_args": {"train": str(folder / "prompts.jsonl"), "held_out": 1}},
             "max_new_tokens": 32,
-            "anchors": {"class_path": "RandomAnchors", "init_args": {"num_anchors": 16}},
-            "batch_size": 4,
+            "anchors": {"init_args": {"num_anchors": 16}},
+            "features": "online",
             "cache_dir": str(folder / "cache"),
         },
-        "decode": {"num_prompts": 1, "final_prompts": 1, "max_new_tokens": 12},
+        "decode": {"every_n_steps": None, "final_prompts": 1},
         "trainer": {
             "max_steps": 60,
-            "max_epochs": -1,
-            "precision": "32-true",
-            "accelerator": "cpu",
-            "num_sanity_val_steps": 0,
-            "log_every_n_steps": 1,
-            "enable_progress_bar": False,
+            "val_check_interval": 60,
             "default_root_dir": str(folder / "runs"),
         },
     }

@@ -476,19 +476,6 @@ def test_temperature_zero_and_almost_zero_are_greedy(dtype: torch.dtype) -> None
 # ---- penalties in the loop -----------------------------------------------------------------------
 
 
-def penalised(target: Target, prompt: Tensor, count: int, penalty: float) -> list[int]:
-    """Return `generate`'s greedy output under the penalty, running past stop tokens."""
-    output = target.model.generate(
-        prompt[None],
-        do_sample=False,
-        max_new_tokens=count,
-        repetition_penalty=penalty,
-        eos_token_id=None,
-        pad_token_id=2,
-    )
-    return output[0, len(prompt) :].tolist()
-
-
 class Known:
     """Drafts a known continuation of one prompt; slot 3 of every second block is wrong."""
 
@@ -528,7 +515,7 @@ def test_greedy_with_a_penalty_is_generates(architecture: str, penalty: float) -
     """Token for token: drafted tokens count as seen for the slots behind them."""
     target = tiny_target(architecture)
     prompts = [PROMPT, token_ids(17, 4)]
-    expected = [penalised(target, prompt, 24, penalty) for prompt in prompts]
+    expected = [greedy(target, prompt, 24, penalty) for prompt in prompts]
     assert expected[0] != greedy(target, PROMPT, 24)
     sampling = Sampling(repetition_penalty=penalty)
     proposer = DrafterProposer(tiny_drafter(target), target)
