@@ -16,6 +16,7 @@ from dflash_lightning.decoding.loop import decode
 from dflash_lightning.decoding.proposer import DrafterProposer, TokenWalk
 from dflash_lightning.decoding.sampling import Sampling
 from dflash_lightning.drafter.attention import (
+    Visibility,
     chunked_attention,
     dense_attention,
     dense_mask,
@@ -292,7 +293,8 @@ def test_masks_follow_the_rule(causal: bool, window: int | None) -> None:
         torch.tensor([[0, 0, 4, 4], [0, 0, 1, 6]]),
     )
     length = 11
-    mask = dense_mask(anchors, K, length, starts, causal, window)
+    sight = Visibility(anchors, K, length, starts, causal, window)
+    mask = dense_mask(sight)
     for b in range(2):
         for q in range(4 * K):
             block, slot = divmod(q, K)
@@ -310,11 +312,11 @@ def test_masks_follow_the_rule(causal: bool, window: int | None) -> None:
         torch.randn(2, h, n, 8)
         for h, n in ((4, 4 * K), (2, length), (2, length), (2, 4 * K), (2, 4 * K))
     ]
-    expected = dense_attention(anchors, K, length, starts, causal, window)(*inputs)
+    expected = dense_attention(sight)(*inputs)
     for size in (4, 8, 100):
-        chunked = chunked_attention(anchors, K, length, starts, causal, window, size)
+        chunked = chunked_attention(sight, size)
         torch.testing.assert_close(chunked(*inputs), expected, rtol=1e-5, atol=1e-5)
-    visible = flex_mask(anchors, K, length, starts, causal, window)
+    visible = flex_mask(sight)
     b, q, kv = torch.meshgrid(
         torch.arange(2), torch.arange(4 * K), torch.arange(length + 4 * K), indexing="ij"
     )

@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from dflash_lightning.drafter.attention import (
     Attend,
+    Visibility,
     chunked_attention,
     dense_attention,
     dense_mask,
@@ -392,7 +393,7 @@ def slow_mask(anchors: Tensor, block_size: int, length: int) -> Tensor:
 def test_dense_mask_is_the_contract(name: str, block_size: int) -> None:
     anchors = torch.tensor(ANCHORS[name])
     expected = slow_mask(anchors, block_size, LENGTH)
-    assert torch.equal(dense_mask(anchors, block_size, LENGTH), expected)
+    assert torch.equal(dense_mask(Visibility(anchors, block_size, LENGTH)), expected)
 
 
 @pytest.mark.parametrize("name", ANCHORS)
@@ -405,8 +406,10 @@ def test_flex_mask_equals_the_dense_one_and_is_false_outside(name: str, block_si
     q = torch.arange(queries + 128)[None, :, None]
     kv = torch.arange(keys + 128)[None, None, :]
     b = torch.arange(2)[:, None, None]
-    visible = flex_mask(anchors, block_size, LENGTH)(b, torch.tensor(0), q, kv)
-    assert torch.equal(visible[:, :queries, :keys], dense_mask(anchors, block_size, LENGTH))
+    visible = flex_mask(Visibility(anchors, block_size, LENGTH))(b, torch.tensor(0), q, kv)
+    assert torch.equal(
+        visible[:, :queries, :keys], dense_mask(Visibility(anchors, block_size, LENGTH))
+    )
     assert not visible[:, queries:].any()
     assert not visible[:, :, keys:].any()
 
@@ -445,7 +448,7 @@ def slow_attention(anchors: Tensor, block_size: int, inputs: list[Tensor]) -> Te
 def test_dense_attention_is_softmax_over_the_visible(name: str) -> None:
     anchors = torch.tensor(ANCHORS[name])
     inputs = _inputs(5, 4)
-    output = dense_attention(anchors, 4, LENGTH)(*inputs)
+    output = dense_attention(Visibility(anchors, 4, LENGTH))(*inputs)
     torch.testing.assert_close(output, slow_attention(anchors, 4, inputs), rtol=1e-5, atol=1e-5)
 
 
@@ -455,10 +458,8 @@ def test_chunked_attention_is_dense_with_gradients(name: str, queries_per_chunk:
     """Whatever the anchors' order and the chunk: same output, same gradient of every input."""
     anchors = torch.tensor(ANCHORS[name])
     inputs = _inputs(5, 4)
-    expected = _outcome(dense_attention(anchors, 4, LENGTH), inputs)
-    found = _outcome(
-        chunked_attention(anchors, 4, LENGTH, queries_per_chunk=queries_per_chunk), inputs
-    )
+    expected = _outcome(dense_attention(Visibility(anchors, 4, LENGTH)), inputs)
+    found = _outcome(chunked_attention(Visibility(anchors, 4, LENGTH), queries_per_chunk), inputs)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -469,7 +470,7 @@ def test_chunked_attention_skips_context_nobody_sees() -> None:
     for context in inputs[1:3]:
         context[:, :, 5:] = float("nan")
     anchors = torch.tensor([[0, 2, 5, 9, 10], [1, 2, 3, 4, 11]])
-    output = chunked_attention(anchors, 4, LENGTH, queries_per_chunk=4)(*inputs)
+    output = chunked_attention(Visibility(anchors, 4, LENGTH), 4)(*inputs)
     assert output[:, :, :12].isfinite().all()
     assert output[:, :, 16:].isnan().any()
 
@@ -481,11 +482,19 @@ def test_flex_attention_is_dense(name: str) -> None:
     anchors = torch.tensor(ANCHORS[name])
     q, k_context, v_context, k_block, v_block = [x.detach() for x in _inputs(5, 4)]
     mask = create_block_mask(
-        flex_mask(anchors, 4, LENGTH), 2, None, 20, LENGTH + 20, device="cpu", BLOCK_SIZE=16
+        flex_mask(Visibility(anchors, 4, LENGTH)),
+        2,
+        None,
+        20,
+        LENGTH + 20,
+        device="cpu",
+        BLOCK_SIZE=16,
     )
     keys, values = torch.cat([k_context, k_block], 2), torch.cat([v_context, v_block], 2)
     output = torch_flex(q, keys, values, block_mask=mask, enable_gqa=True)
-    expected = dense_attention(anchors, 4, LENGTH)(q, k_context, v_context, k_block, v_block)
+    expected = dense_attention(Visibility(anchors, 4, LENGTH))(
+        q, k_context, v_context, k_block, v_block
+    )
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -493,9 +502,11 @@ def test_auto_attention_has_a_backward_on_cpu() -> None:
     """Flex has none there, so auto must not take it."""
     anchors = torch.tensor(ANCHORS["dead tail"])
     inputs = _inputs(5, 4)
-    expected = _outcome(training_attention("dense", anchors, 4, LENGTH), inputs)
+    expected = _outcome(training_attention("dense", Visibility(anchors, 4, LENGTH)), inputs)
     for ours, theirs in zip(
-        _outcome(training_attention("auto", anchors, 4, LENGTH), inputs), expected, strict=True
+        _outcome(training_attention("auto", Visibility(anchors, 4, LENGTH)), inputs),
+        expected,
+        strict=True,
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -509,7 +520,7 @@ def test_dead_blocks_give_finite_outputs_and_gradients(name: str, attention: Any
     hidden = torch.randn(2, LENGTH, 96)
     context = drafter.context_key_values(hidden, torch.arange(LENGTH).expand(2, -1))
     positions = (anchors[:, :, None] + torch.arange(4)).flatten(1)
-    attend = training_attention(attention, anchors, 4, LENGTH)
+    attend = training_attention(attention, Visibility(anchors, 4, LENGTH))
     output = drafter(torch.randn(2, 20, 32), positions, context, attend)
     assert output.isfinite().all()
     alive = (anchors > 0).repeat_interleave(4, dim=1)[..., None]
@@ -525,7 +536,7 @@ def test_dead_blocks_send_no_gradient_to_the_context() -> None:
     hidden = torch.randn(1, LENGTH, 96, requires_grad=True)
     anchors = torch.tensor([[3, 0, 0]])
     context = drafter.context_key_values(hidden, torch.arange(LENGTH)[None])
-    attend = training_attention("chunked", anchors, 4, LENGTH)
+    attend = training_attention("chunked", Visibility(anchors, 4, LENGTH))
     positions = (anchors[:, :, None] + torch.arange(4)).flatten(1)
     output = drafter(torch.randn(1, 12, 32), positions, context, attend)
     output[:, :4].sum().backward()

@@ -13,7 +13,7 @@ An attention is a function `(q, k_context, v_context, k_block, v_block) -> outpu
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -26,55 +26,51 @@ AttentionName = Literal["auto", "dense", "chunked", "flex"]
 QUERIES_PER_CHUNK = 128
 
 
-def dense_mask(
-    anchor_positions: Tensor,
-    block_size: int,
-    context_length: int,
-    context_starts: Tensor | None = None,
-    causal: bool = False,
-    window: int | None = None,
-) -> Tensor:
-    """Return the specification: visibility `[B, N*K, S + N*K]`, true where a query sees a key.
+@dataclass(frozen=True)
+class Visibility:
+    """Who sees whom in a batch of training blocks.
 
     Args:
-        anchor_positions: `[B, N]`.
+        anchors: Place of each block's anchor in its row `[B, N]`.
         block_size: K.
         context_length: S.
-        context_starts: Where the documents of the anchors start `[B, N]`; None means at 0.
+        starts: Where the documents of the anchors start `[B, N]`; None means at 0.
         causal: Whether slots see no later slot of their block.
         window: How many positions up to its own a query sees; None means all.
     """
-    anchors = anchor_positions.repeat_interleave(block_size, dim=1)
-    positions = torch.arange(context_length, device=anchors.device)
+
+    anchors: Tensor
+    block_size: int
+    context_length: int
+    starts: Tensor | None = None
+    causal: bool = False
+    window: int | None = None
+
+
+def dense_mask(sight: Visibility) -> Tensor:
+    """Return the specification: visibility `[B, N*K, S + N*K]`, true where a query sees a key."""
+    anchors = sight.anchors.repeat_interleave(sight.block_size, dim=1)
+    positions = torch.arange(sight.context_length, device=anchors.device)
     context = positions < anchors[:, :, None]
-    if context_starts is not None:
-        context &= positions >= context_starts.repeat_interleave(block_size, dim=1)[:, :, None]
+    if sight.starts is not None:
+        context &= positions >= sight.starts.repeat_interleave(sight.block_size, dim=1)[:, :, None]
     index = torch.arange(anchors.shape[1], device=anchors.device)
-    owner, slot = index // block_size, index % block_size
+    owner, slot = index // sight.block_size, index % sight.block_size
     block = owner[:, None] == owner[None, :]
-    if causal:
+    if sight.causal:
         block &= slot[None, :] <= slot[:, None]
-    if window is not None:
-        context &= positions > (anchors + slot)[:, :, None] - window
-        block &= slot[None, :] > slot[:, None] - window
+    if sight.window is not None:
+        context &= positions > (anchors + slot)[:, :, None] - sight.window
+        block &= slot[None, :] > slot[:, None] - sight.window
     return torch.cat([context, block.expand(anchors.shape[0], -1, -1)], dim=-1)
 
 
-def dense_attention(
-    anchor_positions: Tensor,
-    block_size: int,
-    context_length: int,
-    context_starts: Tensor | None = None,
-    causal: bool = False,
-    window: int | None = None,
-) -> Attend:
+def dense_attention(sight: Visibility) -> Attend:
     """Attend under the dense mask, written out.
 
     Slow, large, and what the other ways are tested against.
     """
-    mask = dense_mask(anchor_positions, block_size, context_length, context_starts, causal, window)[
-        :, None
-    ]
+    mask = dense_mask(sight)[:, None]
 
     def attend(
         q: Tensor, k_context: Tensor, v_context: Tensor, k_block: Tensor, v_block: Tensor
@@ -100,39 +96,27 @@ class _Chunk:
     mask: Tensor
 
 
-def chunked_attention(
-    anchor_positions: Tensor,
-    block_size: int,
-    context_length: int,
-    context_starts: Tensor | None = None,
-    causal: bool = False,
-    window: int | None = None,
-    queries_per_chunk: int = QUERIES_PER_CHUNK,
-) -> Attend:
+def chunked_attention(sight: Visibility, queries_per_chunk: int = QUERIES_PER_CHUNK) -> Attend:
     """Attend chunk of blocks by chunk of blocks.
 
     Each sees the context of its documents before its last anchor and its own slots. The
     `(N*K) x (S + N*K)` matrix is never built. Any order of anchors is exact; ascending anchors are
     fast, since a chunk then skips the context before its first document and behind its last anchor.
     """
-    if context_starts is None:
-        context_starts = torch.zeros_like(anchor_positions)
-    per_chunk = max(1, queries_per_chunk // block_size)
+    all_starts = torch.zeros_like(sight.anchors) if sight.starts is None else sight.starts
+    per_chunk = max(1, queries_per_chunk // sight.block_size)
+    parts = (x.split(per_chunk, dim=1) for x in (sight.anchors, all_starts))
     chunks = []
-    for n, (anchors, starts) in enumerate(
-        zip(
-            anchor_positions.split(per_chunk, dim=1),
-            context_starts.split(per_chunk, dim=1),
-            strict=True,
-        )
-    ):
-        last = min(int(anchors.max()), context_length)
-        seen = starts if window is None else torch.maximum(starts, anchors + 1 - window)
+    for n, (anchors, starts) in enumerate(zip(*parts, strict=True)):
+        last = min(int(anchors.max()), sight.context_length)
+        seen = starts if sight.window is None else starts.maximum(anchors + 1 - sight.window)
         first = int(torch.where(anchors > seen, seen, last).min())
-        mask = dense_mask(anchors - first, block_size, last - first, starts - first, causal, window)
-        slot = n * per_chunk * block_size
-        slots = slice(slot, slot + anchors.shape[1] * block_size)
-        chunks.append(_Chunk(slots, slice(first, last), mask[:, None]))
+        part = replace(
+            sight, anchors=anchors - first, context_length=last - first, starts=starts - first
+        )
+        slot = n * per_chunk * sight.block_size
+        slots = slice(slot, slot + anchors.shape[1] * sight.block_size)
+        chunks.append(_Chunk(slots, slice(first, last), dense_mask(part)[:, None]))
 
     def attend(
         q: Tensor, k_context: Tensor, v_context: Tensor, k_block: Tensor, v_block: Tensor
@@ -154,30 +138,24 @@ def _attend_chunk(
     )
 
 
-def flex_mask(
-    anchor_positions: Tensor,
-    block_size: int,
-    context_length: int,
-    context_starts: Tensor | None = None,
-    causal: bool = False,
-    window: int | None = None,
-) -> Callable[..., Tensor]:
+def flex_mask(sight: Visibility) -> Callable[..., Tensor]:
     """Return the mask as flex attention wants it: `(batch, head, query, key) -> visible`.
 
     Flex rounds lengths up to its tile size, so indices beyond the last query or key occur; they see
     nothing.
     """
-    num_blocks = anchor_positions.shape[1]
+    block_size, context_length, window = sight.block_size, sight.context_length, sight.window
+    num_blocks = sight.anchors.shape[1]
     queries = num_blocks * block_size
-    starts = torch.zeros_like(anchor_positions) if context_starts is None else context_starts
+    starts = torch.zeros_like(sight.anchors) if sight.starts is None else sight.starts
 
     def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         block = (q // block_size).clamp(max=num_blocks - 1)
-        anchor = anchor_positions[b, block]
+        anchor = sight.anchors[b, block]
         in_context = (kv < context_length) & (kv >= starts[b, block]) & (kv < anchor)
         slot = kv - context_length
         in_block = (slot >= 0) & (slot < queries) & (slot // block_size == block)
-        if causal:
+        if sight.causal:
             in_block = in_block & (slot <= q)
         if window is not None:
             in_context = in_context & (kv > anchor + q % block_size - window)
@@ -187,28 +165,16 @@ def flex_mask(
     return visible
 
 
-def flex_attention(
-    anchor_positions: Tensor,
-    block_size: int,
-    context_length: int,
-    context_starts: Tensor | None = None,
-    causal: bool = False,
-    window: int | None = None,
-) -> Attend:
+def flex_attention(sight: Visibility) -> Attend:
     """Attend with compiled flex attention (CUDA; torch has no backward for it on CPU)."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    batch, num_blocks = anchor_positions.shape
-    queries = num_blocks * block_size
+    batch, num_blocks = sight.anchors.shape
+    queries = num_blocks * sight.block_size
+    keys = sight.context_length + queries
+    device = str(sight.anchors.device)
     compiled = _compiled_flex()
-    mask = create_block_mask(
-        flex_mask(anchor_positions, block_size, context_length, context_starts, causal, window),
-        batch,
-        None,
-        queries,
-        context_length + queries,
-        device=str(anchor_positions.device),
-    )
+    mask = create_block_mask(flex_mask(sight), batch, None, queries, keys, device=device)
 
     def attend(
         q: Tensor, k_context: Tensor, v_context: Tensor, k_block: Tensor, v_block: Tensor
@@ -229,26 +195,16 @@ def _compiled_flex() -> Callable[..., Tensor]:
     return torch.compile(flex, dynamic=False)
 
 
-def training_attention(
-    name: AttentionName,
-    anchor_positions: Tensor,
-    block_size: int,
-    context_length: int,
-    context_starts: Tensor | None = None,
-    causal: bool = False,
-    window: int | None = None,
-) -> Attend:
+def training_attention(name: AttentionName, sight: Visibility) -> Attend:
     """Return the attention of a training batch; `auto` is flex on CUDA, chunked elsewhere."""
     if name == "auto":
-        name = "flex" if anchor_positions.is_cuda else "chunked"
-    makers: dict[str, Callable[..., Attend]] = {
+        name = "flex" if sight.anchors.is_cuda else "chunked"
+    makers: dict[str, Callable[[Visibility], Attend]] = {
         "dense": dense_attention,
         "chunked": chunked_attention,
         "flex": flex_attention,
     }
-    return makers[name](
-        anchor_positions, block_size, context_length, context_starts, causal, window
-    )
+    return makers[name](sight)
 
 
 def full_attention(

@@ -1,13 +1,19 @@
 """The drafter over the blocks of a training batch: every block at once."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from dflash_lightning.data.blocks import Batch
-from dflash_lightning.drafter.attention import Attend, AttentionName, training_attention
+from dflash_lightning.drafter.attention import (
+    Attend,
+    AttentionName,
+    Visibility,
+    training_attention,
+)
 from dflash_lightning.drafter.model import Drafter, KeyValue
 from dflash_lightning.target import Target
 
@@ -46,17 +52,11 @@ def training_hidden(
         return _unrolled(drafter, batch, tokens, entering, context)
     if entering is not None:
         entering = entering[:, :, None].expand(-1, -1, tokens.shape[2], -1)
+    sight = Visibility(
+        anchors, tokens.shape[2], starts.shape[1], starts.gather(1, anchors), config.causal
+    )
     attends = [
-        training_attention(
-            attention,
-            anchors,
-            tokens.shape[2],
-            starts.shape[1],
-            starts.gather(1, anchors),
-            config.causal,
-            window,
-        )
-        for window in config.windows()
+        training_attention(attention, replace(sight, window=window)) for window in config.windows()
     ]
     inputs = drafter.enter(tokens, entering).flatten(1, 2)
     blocks: Tensor = drafter(inputs, batch.position_ids.flatten(1), context, attends)
