@@ -16,8 +16,8 @@ from tqdm import tqdm
 from dflash_lightning.data.anchors import anchor_candidates
 from dflash_lightning.data.answers import Answers
 from dflash_lightning.data.chats import target_samples, user_turns
-from dflash_lightning.data.files import only_writer
-from dflash_lightning.data.prepare import AnswerBook, cache_key, windows, write_whole
+from dflash_lightning.data.files import only_writer, write_whole
+from dflash_lightning.data.prepare import AnswerBook, cache_key, windows
 from dflash_lightning.data.prompts import Prompt, PromptSource, Split
 from dflash_lightning.data.rows import BadRows, good_rows
 from dflash_lightning.data.sample_store import SampleStore, opened, write_samples
@@ -149,7 +149,7 @@ class Recipe:
             yield from target_samples(prompts, book, self.spec, self.max_length, bad, summary)
             file = book.summary_file(split)
             if summary.answers and (book.made or not file.is_file()):
-                write_whole(file, json.dumps(summary.plain(), indent=2) + "\n")
+                write_whole(file, (json.dumps(summary.plain(), indent=2) + "\n").encode())
         finally:
             book.close()
 

@@ -31,6 +31,9 @@ def only_writer(folder: Path, what: str) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        for left in folder.rglob("*.partial"):  # by a writer that was killed
+            if left.is_file():
+                left.unlink()
         yield
     finally:
         os.close(descriptor)
@@ -39,21 +42,25 @@ def only_writer(folder: Path, what: str) -> Iterator[None]:
 def write_whole(path: Path, *parts: bytes | memoryview) -> None:
     """Write a file that appears under its name only when all of it is there.
 
+    Several processes may write the same one.
+
     Raises:
         UserError: The disk is full.
     """
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     with disk_full_as_user_error(path.parent):
         try:
             with partial.open("wb") as stream:
                 for part in parts:
                     stream.write(part)
+                stream.flush()
+                os.fsync(stream.fileno())
         except OSError:
             with suppress(OSError):
                 partial.unlink()
             raise
-    partial.rename(path)
+    partial.replace(path)
 
 
 @contextmanager

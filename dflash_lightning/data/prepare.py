@@ -7,7 +7,6 @@ prompts takes over the answers of a shorter one.
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from dflash_lightning.data.answers import Answer, Answers, Question
+from dflash_lightning.data.files import write_whole
 from dflash_lightning.target import Target
 from dflash_lightning.target_spec import TargetSpec
 
@@ -169,17 +169,7 @@ def write_shard(path: Path, answers: Sequence[Answer]) -> None:
     for answer in answers:
         row: dict[str, Any] = {"finish": answer.finish, "ids": answer.ids}
         lines.append(json.dumps(row if answer.exact else row | {"exact": False}) + "\n")
-    write_whole(path, "".join(lines))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that other processes see whole or not at all."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with partial.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(path)
+    write_whole(path, "".join(lines).encode())
 
 
 def windows(items: Iterable[T], size: int) -> Iterator[list[T]]:
