@@ -15,6 +15,7 @@ from dflash_lightning.drafter.model import Drafter
 from dflash_lightning.errors import UserError
 from dflash_lightning.run_names import run_name
 
+MIXED = '{"kl": {"loss": "TargetKL", "weight": 0.9}, "ce": {"loss": "DataToken", "weight": 0.1}}'
 UNIFORM = ["--model.position_weights", "UniformWeights"]
 
 
@@ -22,7 +23,7 @@ UNIFORM = ["--model.position_weights", "UniformWeights"]
 def run(experiment: Path) -> Path:
     """The folder of one finished run."""
     main(["fit", "-c", str(experiment)])
-    return experiment.parent / "runs" / "d1-k4-g2-t3-s3" / "version_0"
+    return experiment.parent / "runs" / "d1-k4-g2-t3-a4-v40-s3" / "version_0"
 
 
 @pytest.fixture(scope="module")
@@ -228,14 +229,31 @@ def test_validate_needs_a_checkpoint(experiment: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "name"),
     [
-        ([], "d1-k4-g2-t3-s3"),
-        (["--model.position_weights.gamma", "7.5"], "d1-k4-g7.5-t3-s3"),
-        (UNIFORM, "d1-k4-guniform-t3-s3"),
-        (["--model.position_weights", "DPaceWeights"], "d1-k4-gdpace-t3-s3"),
-        (["--model.loss", "TargetKL"], "d1-k4-g2-t3-targetkl-s3"),
+        ([], "d1-k4-g2-t3-a4-v40-s3"),
+        (["--model.position_weights.gamma", "7.5"], "d1-k4-g7.5-t3-a4-v40-s3"),
+        (UNIFORM, "d1-k4-guniform-t3-a4-v40-s3"),
+        (["--model.position_weights", "DPaceWeights"], "d1-k4-gdpace0.5-t3-a4-v40-s3"),
+        (["--model.loss", "TargetKL"], "d1-k4-g2-t3-targetkl-a4-v40-s3"),
         (
-            ["--data.anchors", "UniformAnchors", "--model.init_from_layers", "[2]"],
-            "d1-k4-g2-t3-uniformanchors-init2-s3",
+            ["--model.loss", "Mix", "--model.loss.terms", MIXED, "--model.draft_vocab", "39"],
+            "d1-k4-g2-t3-mixtargetkl0.9.datatoken0.1-a4-v39-s3",
+        ),
+        (["--data.anchors.num_anchors", "20"], "d1-k4-g2-t3-a20-v40-s3"),
+        (["--model.target.target_layer_ids", "[0, 2]"], "d1-k4-g2-t0.2-a4-v40-s3"),
+        (
+            ["--data.anchors", "UniformAnchors", "--data.anchors.num_anchors", "7"],
+            "d1-k4-g2-t3-uniformanchors7-v40-s3",
+        ),
+        (
+            [
+                "--data.anchors",
+                "UniformAnchors",
+                "--data.anchors.num_anchors",
+                "null",
+                "--model.init_from_layers",
+                "[2]",
+            ],
+            "d1-k4-g2-t3-uniformanchors-v40-init2-s3",
         ),
     ],
 )

@@ -53,7 +53,7 @@ def test_a_runs_own_config_needs_no_base(experiment: Path, tmp_path: Path) -> No
     (tmp_path / "top.yaml").write_text("base: base.yaml\nmodel:\n  num_layers: 2\n")
     runs = ["--trainer.default_root_dir", str(tmp_path / "runs"), "--trainer.max_steps", "1"]
     main(["fit", "-c", str(tmp_path / "top.yaml"), *runs])
-    saved = tmp_path / "runs" / "d2-k4-g2-t3-s3" / "version_0" / "config.yaml"
+    saved = tmp_path / "runs" / "d2-k4-g2-t3-a4-v40-s3" / "version_0" / "config.yaml"
     assert "base" not in yaml.safe_load(saved.read_text())
     main(["fit", "-c", str(saved)])
     again = yaml.safe_load((saved.parent.parent / "version_1" / "config.yaml").read_text())

@@ -221,7 +221,7 @@ def test_fit_logs_other_block_sizes_and_decoders(
         "trainer.default_root_dir": str(tmp_path),
     }
     main(["fit", "-c", str(experiment), *(x for k, v in flags.items() for x in (f"--{k}", v))])
-    run = tmp_path / "d1-k4-g2-t3-s3" / "version_0"
+    run = tmp_path / "d1-k4-g2-t3-a4-v40-s3" / "version_0"
     found = json.loads((run / "decode_val.json").read_text())
     assert found["batch_size"] == 2
     assert set(found["others"]) == {"prompt_lookup", "assistant"}
