@@ -1,6 +1,8 @@
 """Every drafter that the axes can make: it drafts as it was trained, and decodes losslessly."""
 
+from contextlib import suppress
 from dataclasses import asdict
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,8 @@ GRID = [
     Axes(injection="none", sliding_window=5, sliding_layers=[0]),
     Axes(markov_rank=4),
     Axes(markov_rank=4, injection="input", sliding_window=5),
+    Axes("per_layer", in_block="causal", markov_rank=2, sliding_window=6, sliding_layers=[0]),
+    Axes(injection="none", sliding_window=6),
 ]
 LAYERS = 2
 
@@ -95,6 +99,36 @@ def decoding_states(target: Target, drafter: Drafter, ids: Tensor, anchor: int) 
     walk = TokenWalk(proposer)
     steps = [walk.step(token[None])[0] for token in ids[anchor : anchor + K - 1]]
     return torch.stack([torch.zeros_like(steps[0]), *steps])
+
+
+def values(axes: Axes) -> list[tuple[str, object]]:
+    """Return every axis with its value; numbers as whether they are set."""
+    windowed = None if axes.sliding_window is None else axes.sliding_layers is None
+    return [
+        *((key, getattr(axes, key)) for key in ("fusion", "injection", "drafting", "in_block")),
+        ("iterative", axes.denoising_steps > 1),
+        ("markov", axes.markov_rank is not None),
+        ("window on all layers", windowed),
+    ]
+
+
+def test_the_grid_holds_every_two_values_that_go_together() -> None:
+    possible = set()
+    windows: list[tuple[int | None, list[int] | None]] = [(None, None), (6, None), (6, [1])]
+    for fusion, injection, drafting, steps, in_block, window, rank in product(
+        ("shared", "per_layer"),
+        ("kv", "input", "none"),
+        ("block", "autoregressive"),
+        (1, 2),
+        ("bidirectional", "causal"),
+        windows,
+        (None, 3),
+    ):
+        axes = Axes(fusion, injection, drafting, steps, in_block, *window, rank)  # type: ignore[arg-type]
+        with suppress(UserError):
+            possible |= set(combinations(values(axes.check(LAYERS, K)), 2))
+    held = {pair for axes in GRID for pair in combinations(values(axes), 2)}
+    assert possible == held
 
 
 # ---- training is decoding ------------------------------------------------------------------------
