@@ -69,7 +69,7 @@ every_system = pytest.mark.parametrize("axes", GRID, ids=name)
 
 def drafter_of(target: Target, axes: Axes, **changes: object) -> Drafter:
     axes.check(LAYERS, K)
-    return tiny_drafter(target, num_layers=LAYERS, block_size=K, axes=axes, **changes)
+    return tiny_drafter(target, **{"num_layers": LAYERS, "block_size": K, "axes": axes, **changes})
 
 
 def batch_of(rows: list[Tensor], axes: Axes, mask_token_id: int) -> Batch:
@@ -151,6 +151,27 @@ def test_training_states_are_decoding_states(axes: Axes, attention: str, tmp_pat
             found = decoding_states(target, loaded, ids, anchor)
             torch.testing.assert_close(blocks[anchor], found, rtol=1e-5, atol=1e-5)
     assert (blocks[1:12, 1:] - blocks[:11, 1:]).abs().amax((1, 2)).min() > 1e-2
+
+
+SHAPES = list(product((2, 3, 5), ((4,), (1, 3), (0, 1, 3, 5)), (None, 40)))
+"""Depth, taps and draft vocabulary; each system meets one of them, each of them a system."""
+
+
+@pytest.mark.parametrize("row", range(len(GRID)), ids=[name(axes) for axes in GRID])
+def test_any_depth_and_taps_go_with_any_system(row: int) -> None:
+    """Depth is independent of the taps: training is decoding, and that is lossless."""
+    axes, (depth, taps, draft_vocab) = GRID[row], SHAPES[row % len(SHAPES)]
+    target = tiny_target(taps=taps)
+    drafter = drafter_of(target, axes, num_layers=depth, draft_vocab_size=draft_vocab)
+    ids = token_ids(15, seed=4)
+    batch = batch_of([ids], axes, target.mask_token_id)
+    with torch.no_grad():
+        blocks = training_module(target, drafter).block_hidden(batch)[0]
+        for anchor in (1, 6, 10):
+            found = decoding_states(target, drafter, ids, anchor)
+            torch.testing.assert_close(blocks[anchor], found, rtol=1e-5, atol=1e-5)
+    decoded = decode(target, PROMPTS, DrafterProposer(drafter, target), 12, ())
+    assert [d.tokens for d in decoded] == [greedy(target, prompt, 12) for prompt in PROMPTS]
 
 
 @every_system
