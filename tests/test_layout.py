@@ -11,6 +11,7 @@ ROOMS = [
     "target",
     "data",
     "drafter",
+    "flops",
     "slot_losses",
     "position_weights",
     "losses",
