@@ -62,8 +62,8 @@ def _flops(
     unrolled = config.autoregressive and config.injection == "input"
     slots = len(places) * (config.block_size - 1 if unrolled else config.block_size)
     layer = 2 * width * heads + 2 * width * keys + 3 * width * config.intermediate_size
-    once = labelled * width * vocab  # the frozen head
-    twice = slots * layers * layer
+    once: float = labelled * width * vocab  # the frozen head
+    twice: float = slots * layers * layer
     if config.injection != "none":
         fusions = layers if config.fusion == "per_layer" else 1
         once += fusions * tokens * config.num_taps * width * width

@@ -62,7 +62,7 @@ def test_formula_is_what_torch_counts_where_nothing_is_masked(axes: Axes, noise:
         objective(hidden, batch, states)[0].numerator.backward()
     masked = 0 if axes.injection == "kv" else 2 * (41 * 40 // 2) * 3 * 4 * 32
     found = batch_flops(drafter.config, batch) + masked
-    assert found == pytest.approx(counter.get_total_flops(), rel=1e-3)
+    assert found == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
 def test_step_and_batch_agree() -> None:
