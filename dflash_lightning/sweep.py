@@ -5,8 +5,11 @@ python -m dflash_lightning sweep -c sweeps/depth.yaml
 
 import importlib.util
 import sys
+import warnings
 from importlib import import_module
 from pathlib import Path
+
+from optuna.exceptions import ExperimentalWarning
 
 from dflash_lightning.sweeps.locks import Presence, locked
 from dflash_lightning.sweeps.spec import Spec, read_spec
@@ -14,6 +17,7 @@ from dflash_lightning.sweeps.spec import Spec, read_spec
 
 def run_args(args: list[str]) -> None:
     """Run a sweep as its flags say."""
+    warnings.filterwarnings("ignore", category=ExperimentalWarning)
     sweep(read_spec(args))
 
 
@@ -26,6 +30,7 @@ def sweep(spec: Spec) -> None:
     """
     from dflash_lightning.sweeps.worker import Worker, conclude
 
+    warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
     with Presence(spec.folder.parent / ".workers") as presence:
         worker = Worker(spec, presence)
         all_ended = worker.work()

@@ -1,10 +1,14 @@
 """What a trial's command line means, read by the command line's own parser; nothing is loaded."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from omegaconf.errors import OmegaConfBaseException
+
 from dflash_lightning.cli import DFlashCLI, main
+from dflash_lightning.configs import with_bases
 from dflash_lightning.errors import UserError
 from dflash_lightning.run_names import run_name
 from dflash_lightning.run_record import config_hash, plain
@@ -12,12 +16,20 @@ from dflash_lightning.sweeps.cells import Cell, all_cells, command, edges, label
 from dflash_lightning.sweeps.spec import Spec
 
 
-class ParseOnly(DFlashCLI):
-    """Reads a command line and builds what checks itself: the model's and the data's choices."""
+class Reader(DFlashCLI):
+    """Reads command lines and builds what checks itself: the model's and the data's choices."""
+
+    def _set_seed(self) -> None:
+        """Leave the random state alone."""
 
     def instantiate_classes(self) -> None:
         """Build everything but a trainer."""
         self.config_init = self.parser.instantiate_classes(self.config)
+
+
+@functools.cache
+def _reader() -> DFlashCLI:
+    return main([], run=False, kind=Reader)
 
 
 @dataclass(frozen=True)
@@ -41,7 +53,13 @@ def meaning(words: Sequence[str]) -> Meaning:
     Raises:
         UserError: An unknown key, or a value that a key can't take.
     """
-    cli = main(list(words[1:]), run=False, kind=ParseOnly)
+    cli = _reader()
+    try:
+        cli.parse_arguments(cli.parser, with_bases(words[1:]))
+    except OmegaConfBaseException as error:
+        raise UserError(str(error).splitlines()[0]) from error
+    cli.before_instantiate_classes()
+    cli.instantiate_classes()
     config = plain(cli.parser, cli.config)
     seed = int(cli.config.seed_everything)
     return Meaning(run_name(cli.config).removesuffix(f"-s{seed}"), config_hash(config), config)

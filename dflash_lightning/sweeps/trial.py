@@ -50,7 +50,8 @@ class Watch(pl.Callback):
     ) -> None:
         self.monitor, self.hopeless = monitor, hopeless
         self.progress = 0.0
-        self._last, self._validated = 0, False
+        self._last = 0
+        self._seen: Any = None
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Follow the progress; end a trial whose loss is no number."""
@@ -58,27 +59,26 @@ class Watch(pl.Callback):
         loss = trainer.callback_metrics.get("train/loss")
         if loss is not None and not math.isfinite(loss):
             raise UserError(f"train/loss is {float(loss)} after {trainer.global_step} steps")
-        if self._validated:  # whatever else decodes at this step has done so, or does so next time
+        if self.monitor is not None and self.monitor.startswith("decode/"):
             self._report(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Show the pruner how the trial does."""
-        if trainer.sanity_checking or trainer.state.fn != "fit" or self.monitor is None:
-            return
-        if self.monitor not in trainer.callback_metrics and self.monitor.startswith("val/"):
-            raise UserError(f"monitor: this run logs no {self.monitor}")
-        self._validated = True
-        self._report(trainer)
+        validates = trainer.state.fn == "fit" and not trainer.sanity_checking
+        if validates and self.monitor is not None and self.monitor.startswith("val/"):
+            if self.monitor not in trainer.callback_metrics:
+                raise UserError(f"monitor: this run logs no {self.monitor}")
+            self._report(trainer)
 
     def _report(self, trainer: pl.Trainer) -> None:
-        assert self.monitor is not None
+        """Tell a value once, and one in each part of the training."""
+        value = trainer.callback_metrics.get(self.monitor or "")
         step = GRID * round(100 * progress_of(trainer) / GRID)
-        value = trainer.callback_metrics.get(self.monitor)
-        if value is None or self.hopeless is None or step <= self._last:
+        if value is None or value is self._seen or self.hopeless is None or step <= self._last:
             return
-        self._last, self._validated = step, False
+        self._last, self._seen = step, value
         if self.hopeless(step, float(value)):
-            raise TrialPruned(f"{self.monitor} {float(value):.4g} at {step}%")
+            raise TrialPruned(f"{self.monitor} is {float(value):.4g} at {step}%")
 
 
 def progress_of(trainer: pl.Trainer) -> float:
