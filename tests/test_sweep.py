@@ -4,7 +4,7 @@ line is read for real, and a stand-in says what came of it.
 
 import json
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +88,10 @@ class Sweep:
 
 
 @pytest.fixture
-def sweep(experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sweep]:
+def sweep(experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
     made = Sweep(experiment, tmp_path)
     monkeypatch.setattr(worker, "train", made.train)
-    yield made
+    return made
 
 
 # ---- which trials there are ----------------------------------------------------------------------
@@ -287,6 +287,17 @@ def test_a_configuration_is_trained_once_for_all_studies_of_a_results_folder(
     assert sweep.ended("wider") == [(2, 0), (2, 1), (3, 0), (3, 1)]
 
 
+def test_choices_of_text_are_fixed_and_a_new_study_copies_them(sweep: Sweep) -> None:
+    sweep.key = "data.anchors"
+    few = {"space": {"data.anchors": choices("RandomAnchors")}, "seeds": [0]}
+    more = {"space": {"data.anchors": choices("RandomAnchors", "AllAnchors")}, "seeds": [0]}
+    sweep.run(**few)
+    with pytest.raises(UserError, match=r"space: data\.anchors: study depth has .*--name") as error:
+        sweep.run(**more)
+    assert "\n" not in str(error.value)
+    assert sweep.run("--name", "wider", **more) == [("AllAnchors", 0)]
+
+
 def test_a_copy_needs_the_new_objectives(sweep: Sweep) -> None:
     sweep.fate = lambda *_: Outcome({"decode/accept_len": 1.0})
     sweep.run(seeds=[0])
@@ -377,7 +388,6 @@ OTHER: list[tuple[dict[str, Any], str]] = [
         r"objectives: study depth has",
     ),
     ({"space": {"model.lr": choices(0.1, 0.2)}}, r"space: study depth has .*num_layers.*asked"),
-    ({"space": {"model.num_layers": choices("1", "2")}}, r"num_layers: study depth has .*--name"),
     ({"budget": {"tokens": 1000}}, r"budget: study depth has None"),
     ({"settings": {"model.lr": 0.5}}, r"settings: study depth has"),
 ]
@@ -451,11 +461,11 @@ def test_workers_of_a_machine_are_counted_and_the_dead_are_not(tmp_path: Path) -
 
 def test_real_trials_train_fail_and_can_be_pasted(experiment: Path, tmp_path: Path) -> None:
     """One cell trains, the other's loss becomes no number; pasting repeats the first."""
-    made = Sweep(experiment, tmp_path)
+    made, metrics = Sweep(experiment, tmp_path), ["decode/accept_len", "cost/draft_ms"]
     made.content |= {
         "space": {"model.lr": choices(1e-3, 1e30)},
         "seeds": [5],
-        "objectives": [{"metric": "decode/accept_len"}, {"metric": "cost/draft_ms"}],
+        "objectives": [{"metric": metric} for metric in metrics],
         "budget": {"tokens": 150},
     }
     made.run()
@@ -470,7 +480,7 @@ def test_real_trials_train_fail_and_can_be_pasted(experiment: Path, tmp_path: Pa
     assert run["environment"]["workers"] == 1
     assert run["budget"] == {"tokens": 150}
     trial = json.loads((folder / "trial.json").read_text())
-    assert trial["values"] == dict(zip(("decode/accept_len", "cost/draft_ms"), done.values))
+    assert trial["values"] == dict(zip(metrics, done.values, strict=True))
     assert (folder / "checkpoints" / "last.ckpt").is_file()
     assert list(folder.glob("events.out.tfevents.*"))
     again = tmp_path / "again"
