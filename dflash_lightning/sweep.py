@@ -9,8 +9,9 @@ import warnings
 from importlib import import_module
 from pathlib import Path
 
-from optuna.exceptions import ExperimentalWarning
+from optuna.exceptions import ExperimentalWarning, StorageInternalError
 
+from dflash_lightning.errors import UserError
 from dflash_lightning.sweeps.locks import Presence, locked
 from dflash_lightning.sweeps.spec import Spec, read_spec
 
@@ -31,12 +32,15 @@ def sweep(spec: Spec) -> None:
     from dflash_lightning.sweeps.worker import Worker, conclude
 
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
-    with Presence(spec.folder.parent / ".workers") as presence:
-        worker = Worker(spec, presence)
-        all_ended = worker.work()
+    try:
+        with Presence(spec.folder.parent / ".workers") as presence:
+            worker = Worker(spec, presence)
+            all_ended = worker.work()
+    except StorageInternalError as error:
+        raise UserError(f"storage: {str(error).splitlines()[0]}") from error
     for line in conclude(worker):
         sys.stdout.write(line + "\n")
-    if all_ended:
+    if all_ended and worker.has_values:
         with locked(spec.folder / "lock"):
             report(spec.folder)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import optuna
 import pytest
+import torch
 import yaml
 from optuna.trial import TrialState
 
@@ -457,6 +458,25 @@ def test_workers_of_a_machine_are_counted_and_the_dead_are_not(tmp_path: Path) -
         assert one.alive() == other.alive() == 2
         assert not left_by_a_killed_one.exists()
     assert Presence(tmp_path).alive() == 0
+
+
+def test_workers_divide_the_threads_and_say_that_speeds_are_void(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Any] = []
+
+    def train(words: Sequence[str], folder: Path, watch: Watch, workers: int) -> Outcome:
+        seen.append((workers, torch.get_num_threads()))
+        return sweep.train(words, folder, watch, workers)
+
+    monkeypatch.setattr(worker, "train", train)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: seen.append(n))
+    with Presence(sweep.results / ".workers"):
+        sweep.run(seeds=[0])
+    assert [x for x in seen if isinstance(x, int)] == [4, 4, 8]
+    assert [x for x in seen if isinstance(x, tuple)] == [(2, 8), (2, 8)]
+    assert capsys.readouterr().out.count("speeds measured now are void") == 1
 
 
 def test_real_trials_train_fail_and_can_be_pasted(experiment: Path, tmp_path: Path) -> None:

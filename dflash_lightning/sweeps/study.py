@@ -254,16 +254,17 @@ class Trials:
             return False
         return True
 
-    def end(self, trial: FrozenTrial, values: list[float] | None) -> bool:
-        """End a trial with its values, or as pruned; False if it was taken for dead meanwhile."""
+    def end(self, trial: FrozenTrial, values: list[float] | None) -> None:
+        """End a trial with its values, or as pruned with the last one that the pruner saw.
+
+        Raises:
+            UpdateFinishedTrialError: It was taken for dead meanwhile.
+        """
         state = TrialState.COMPLETE if values is not None else TrialState.PRUNED
-        if values is None and trial.intermediate_values:
-            values = [trial.intermediate_values[max(trial.intermediate_values)]]
-        try:
-            self.storage.set_trial_state_values(trial._trial_id, state=state, values=values)
-        except UpdateFinishedTrialError:
-            return False
-        return True
+        seen = self.storage.get_trial(trial._trial_id).intermediate_values
+        if values is None and seen:
+            values = [seen[max(seen)]]
+        self.storage.set_trial_state_values(trial._trial_id, state=state, values=values)
 
     def give_back(self, trial: FrozenTrial, reason: str) -> bool:
         """End a trial that says nothing about its cell and add it again; False if it had ended."""
