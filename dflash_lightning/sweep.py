@@ -29,7 +29,8 @@ def sweep(spec: Spec) -> None:
         UserError: The sweep makes no sense, or the study is another's; nothing was trained.
         KeyboardInterrupt: Ctrl-C; the running trial was given back.
     """
-    from dflash_lightning.sweeps.worker import Worker, conclude
+    from dflash_lightning.sweeps.live import conclude
+    from dflash_lightning.sweeps.worker import Worker
 
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
     try:
@@ -38,7 +39,7 @@ def sweep(spec: Spec) -> None:
             all_ended = worker.work()
     except StorageInternalError as error:
         raise UserError(f"storage: {str(error).splitlines()[0]}") from error
-    for line in conclude(worker):
+    for line in conclude(worker.trials):
         sys.stdout.write(line + "\n")
     if all_ended and worker.has_values:
         with locked(spec.folder / "lock"):

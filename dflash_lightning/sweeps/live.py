@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 
 from dflash_lightning.sweeps.cells import label
+from dflash_lightning.sweeps.spec import Spec
 from dflash_lightning.sweeps.study import AGAIN, Trials, seed_of
 
 STATES = {
@@ -70,6 +71,36 @@ class View:
             cell = label(self.trials.cell(trial))
             self.say(f"trial {trial.number}: {cell} seed={seed_of(trial)}: {words}{eta}")
         self.refresh()
+
+
+def notes(spec: Spec) -> list[str]:
+    """Return what should be known before a sweep: one line each."""
+    only_length = all(m.endswith(("accept_len", "accept_len_per_prompt")) for m in spec.metrics)
+    if only_length and "model.num_layers" in spec.space:
+        return [
+            "note: accept length alone always picks the deepest drafter; what depth costs shows in "
+            "decode/speedup or decode/draft_ms"
+        ]
+    return []
+
+
+def conclude(trials: Trials) -> list[str]:
+    """Return what is to be said when nothing is left to do for a worker."""
+    found = shown(trials)
+    counts = {
+        name: sum(trial.state == state for trial in found)
+        for name, state in (
+            ("done", TrialState.COMPLETE),
+            ("pruned", TrialState.PRUNED),
+            ("failed", TrialState.FAIL),
+            ("running in other workers", TrialState.RUNNING),
+        )
+    }
+    said = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    lines = [f"{trials.spec.name}: {said or 'no trials'}, in {trials.spec.folder}"]
+    if counts["failed"]:
+        lines.append("failed ones are trained again with --retry_failed")
+    return lines
 
 
 def shown(trials: Trials) -> list[FrozenTrial]:

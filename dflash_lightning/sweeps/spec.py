@@ -181,6 +181,8 @@ def read_spec(args: Sequence[str]) -> Spec:
     plain.pop("retry_failed", None)
     places = [file.parent for file in files] + [Path()]
     experiments = _experiments(asked.experiments, places)
+    if made.storage is not None:  # no password in files
+        plain["storage"] = re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", made.storage)
     plain.update(name=name, experiments=list(experiments.values()), monitor=made.monitor)
     spec = Spec(
         name=name,

@@ -23,7 +23,7 @@ from dflash_lightning.sweeps.cells import (
     pasteable,
     run_names,
 )
-from dflash_lightning.sweeps.live import View, duration, shown
+from dflash_lightning.sweeps.live import View, duration, notes
 from dflash_lightning.sweeps.locks import Presence, locked
 from dflash_lightning.sweeps.parsing import Meaning, check_cells, meaning
 from dflash_lightning.sweeps.spec import EXPERIMENT, Spec
@@ -241,36 +241,6 @@ class Worker:
             return pruner.prune(self.trials.study, storage.get_trial(number))
 
         return hopeless
-
-
-def notes(spec: Spec) -> list[str]:
-    """Return what should be known before a sweep: one line each."""
-    only_length = all(m.endswith(("accept_len", "accept_len_per_prompt")) for m in spec.metrics)
-    if only_length and "model.num_layers" in spec.space:
-        return [
-            "note: accept length alone always picks the deepest drafter; what depth costs shows in "
-            "decode/speedup or decode/draft_ms"
-        ]
-    return []
-
-
-def conclude(worker: Worker) -> list[str]:
-    """Return what is to be said when a worker has nothing left to do."""
-    found = shown(worker.trials)
-    counts = {
-        name: sum(trial.state == state for trial in found)
-        for name, state in (
-            ("done", TrialState.COMPLETE),
-            ("pruned", TrialState.PRUNED),
-            ("failed", TrialState.FAIL),
-            ("running in other workers", TrialState.RUNNING),
-        )
-    }
-    said = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-    lines = [f"{worker.spec.name}: {said or 'no trials'}, in {worker.spec.folder}"]
-    if counts["failed"]:
-        lines.append("failed ones are trained again with --retry_failed")
-    return lines
 
 
 def _names(spec: Spec, checked: Sequence[tuple[Cell, Meaning]]) -> dict[str, str]:
