@@ -57,11 +57,13 @@ class _PlacedWriter(SummaryWriter):
         super().__init__(**kwargs)
 
     def _get_file_writer(self) -> FileWriter:
-        files = super()._get_file_writer()
-        if not isinstance(files, _PlacedFile):
-            files.__class__ = _PlacedFile
-            files.place = self._place
-        return files
+        if self.file_writer is None:  # closed, or never open
+            self.file_writer = _PlacedFile(
+                self.log_dir, self.max_queue, self.flush_secs, self.filename_suffix
+            )
+            self.file_writer.place = self._place
+            self.all_writers = {self.file_writer.get_logdir(): self.file_writer}
+        return self.file_writer
 
 
 class _PlacedFile(FileWriter):
