@@ -1,10 +1,10 @@
 """A TensorBoard logger whose x axis is supervised tokens, so that runs of any batch compare."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.writer import FileWriter
@@ -57,13 +57,13 @@ class _PlacedWriter(SummaryWriter):
         super().__init__(**kwargs)
 
     def _get_file_writer(self) -> FileWriter:
-        if self.file_writer is None:  # closed, or never open
-            self.file_writer = _PlacedFile(
-                self.log_dir, self.max_queue, self.flush_secs, self.filename_suffix
-            )
-            self.file_writer.place = self._place
-            self.all_writers = {self.file_writer.get_logdir(): self.file_writer}
-        return self.file_writer
+        found: Any = self.file_writer
+        if found is None:  # closed, or never open
+            options: Any = (self.log_dir, self.max_queue, self.flush_secs, self.filename_suffix)
+            found = self.file_writer = _PlacedFile(*options)
+            found.place = self._place
+            self.all_writers = {found.get_logdir(): found}
+        return cast(FileWriter, found)
 
 
 class _PlacedFile(FileWriter):

@@ -55,8 +55,8 @@ def evaluate(
         if (found := divergence(target, prompt, ours.tokens, theirs.tokens)) is not None
     ]
     ids = [prompt.tolist() for prompt in prompts]
-    found = report(decoded, plain, partings, proposer.block_size, batch_size, others, ids)
-    return found, decoded
+    figures = report(decoded, plain, partings, proposer.block_size, batch_size, others, ids)
+    return figures, decoded
 
 
 @torch.no_grad()

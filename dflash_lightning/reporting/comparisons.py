@@ -32,7 +32,7 @@ class Comparison:
         )
 
 
-def compare(
+def compare_cells(
     cells: Sequence[Cell], baseline: Cell, bootstrap: Bootstrap
 ) -> tuple[list[Comparison], list[str]]:
     """Return all comparisons, and the pairs that can't be made, each with its reason."""

@@ -183,7 +183,9 @@ def _measured(seed: int, decoded: dict[str, Any], cost: dict[str, Any] | None) -
     def column(name: str) -> Floats:
         return np.array([float(row[name]) for row in rows])
 
-    names = "tokens cycles committed seconds draft_seconds verify_seconds plain_tokens plain_seconds"
+    names = (
+        "tokens cycles committed seconds draft_seconds verify_seconds plain_tokens plain_seconds"
+    )
     columns = {name: column(name) for name in names.split()}
     if cost is not None:
         gain = cost["plain_ms"] / (cost["draft_ms"] + cost["verify_ms"])

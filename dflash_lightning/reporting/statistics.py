@@ -4,8 +4,8 @@ What is estimated is the mean over seeds of a run's pooled figure. Its variance 
 are sampled apart: seeds (the spread of the runs, over their number) and prompts (a bootstrap, in
 which all seeds and all cells see the same resampled prompts, so that what a prompt does to all of
 them counts once within a cell and cancels between two). Few seeds make a normal or percentile
-interval too narrow (with three it holds 80% instead of 95%), hence Student's t, with Satterthwaite's
-degrees of freedom.
+interval too narrow (with three it can hold 77% instead of 95%), hence Student's t, with
+Satterthwaite's degrees of freedom.
 """
 
 import hashlib

@@ -1,16 +1,17 @@
-"""What a study knows beyond its runs: how it was asked for, what failed, importances, trade-offs."""
+"""What a study knows beyond its runs: what was asked, what failed, importances, trade-offs."""
 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from dflash_lightning.errors import UserError
 
 log = logging.getLogger(__name__)
+Direction = Literal["maximize", "minimize"]
 ENOUGH_TRIALS = 16
 """Complete trials from which importances are shown."""
 
@@ -24,7 +25,7 @@ class Study:
     """Of `sweep.yaml`."""
     trials: list[Any] = field(default_factory=list, repr=False)
     """Optuna's frozen trials."""
-    directions: list[str] = field(default_factory=list)
+    directions: list[Direction] = field(default_factory=list)
     """`maximize` or `minimize`, one an objective."""
     metrics: list[str] = field(default_factory=list)
 
@@ -71,7 +72,10 @@ def load_study(folder: Path) -> Study | None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
         study = optuna.load_study(study_name=folder.name, storage=_storage(folder, sweep))
-        directions = [direction.name.lower() for direction in study.directions]
+        directions: list[Direction] = [
+            "maximize" if direction.name == "MAXIMIZE" else "minimize"
+            for direction in study.directions
+        ]
         metrics = study.user_attrs.get("metric_names") or study.metric_names
         metrics = metrics or [f"objective {i + 1}" for i in range(len(directions))]
         return Study(folder.name, sweep, study.get_trials(deepcopy=False), directions, metrics)
