@@ -52,18 +52,19 @@ class TokenBoard(TensorBoardLogger):
 class _PlacedWriter(SummaryWriter):
     """A writer that asks where on the x axis each event belongs."""
 
+    file_writer: Any
+    all_writers: Any
+
     def __init__(self, place: Callable[[int], int], **kwargs: Any) -> None:
         self._place = place
         super().__init__(**kwargs)
 
     def _get_file_writer(self) -> FileWriter:
-        found: Any = self.file_writer
-        if found is None:  # closed, or never open
-            options: Any = (self.log_dir, self.max_queue, self.flush_secs, self.filename_suffix)
-            found = self.file_writer = _PlacedFile(*options)
-            found.place = self._place
-            self.all_writers = {found.get_logdir(): found}
-        return cast(FileWriter, found)
+        if self.file_writer is None:  # closed, or never open
+            files = _PlacedFile(self.log_dir, self.max_queue, self.flush_secs, self.filename_suffix)
+            files.place = self._place
+            self.file_writer, self.all_writers = files, {files.get_logdir(): files}
+        return cast(FileWriter, self.file_writer)
 
 
 class _PlacedFile(FileWriter):

@@ -1,8 +1,9 @@
 """Runs -> cells: what is compared. A cell's runs differ by their seed only."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dflash_lightning.errors import UserError
@@ -203,6 +204,11 @@ def _estimated(cell: Cell, bootstrap: Bootstrap) -> Cell:
         for q in (*QUANTITIES, *positions)
         if q.known(measured)
     }
+    for q in positions:
+        found = estimates[q.key]
+        if not math.isnan(found.low):  # a share
+            low, high = max(found.low, 0.0), min(found.high, 1.0)
+            estimates[q.key] = replace(found, low=low, high=high)
     return Cell(cell.values, cell.label, cell.runs, estimates)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from dflash_lightning.reporting.cells import Cell, axis_of, quantities
 from dflash_lightning.reporting.quantities import ACCEPT_LEN, MODELLED, SPEEDUP, Quantity
-from dflash_lightning.reporting.statistics import Bootstrap, Estimate, difference, holm
+from dflash_lightning.reporting.statistics import Bootstrap, Estimate, difference, holm, seed_spread
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,12 @@ def compare_cells(
     found: list[tuple[Quantity, Cell, Cell, Estimate]] = []
     impossible: dict[str, None] = {}
     for quantity in (q for q in (ACCEPT_LEN, SPEEDUP, MODELLED) if q in known):
+        spread = seed_spread(
+            [[run.measured for run in c.runs] for c in cells], quantity.figure, bootstrap
+        )
         for cell, other in pairs(cells, baseline):
             first, second = ([run.measured for run in c.runs] for c in (other, cell))
-            estimate = difference(first, second, quantity.figure, bootstrap)
+            estimate = difference(first, second, quantity.figure, bootstrap, spread)
             if estimate is None:
                 common = set(cell.seeds) & set(other.seeds)
                 why = "their runs decoded different prompts" if common else "no seed in common"

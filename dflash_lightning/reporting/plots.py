@@ -28,6 +28,17 @@ from dflash_lightning.reporting.statistics import Estimate
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#595959"
 CATEGORIES = (BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
+NAMES = {
+    "model.num_layers": "depth of the drafter [layers]",
+    "model.block_size": "block size K [tokens, anchor included]",
+    "model.position_weights.init_args.gamma": "gamma of the position weights [positions]",
+    "model.target.num_taps": "tapped layers of the target [layers]",
+    "data.anchors.init_args.num_anchors": "anchors [per sample and epoch]",
+    "model.axes.denoising_steps": "denoising steps [passes]",
+    "model.axes.markov_rank": "rank of the markov head [dimensions]",
+    "model.lr": "learning rate [1/step]",
+}
+"""Axis labels; other keys go by their last word."""
 MOST_CURVES = 10
 """Cells in the figure of acceptance by position; of more, those of the longest accept length."""
 
@@ -105,6 +116,7 @@ def by_position(cells: Sequence[Cell], axis: Axis | None) -> Canvas:
     )
     ax.set_ylim(bottom=0)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _say_what(ax, cells, points=False)
     ax.legend(title=None if axis is None else axis.name, frameon=False)
     return figure
 
@@ -120,29 +132,28 @@ def _curve(axis: Axis) -> Callable[[Sequence[Cell], Sequence[Quantity]], Canvas]
 
     def draw(cells: Sequence[Cell], quantities: Sequence[Quantity]) -> Canvas:
         figure, ax = _canvas(6.4, 4.0)
-        for q, colour, marker in zip(quantities, CATEGORIES, MARKERS, strict=False):
+        for i, q in enumerate(quantities):
             found = [cell.estimates[q.key] for cell in cells]
-            ax.fill_between(
-                axis.numbers,
-                [e.low for e in found],
-                [e.high for e in found],
-                color=colour,
-                alpha=0.18,
-                linewidth=0,
-            )
-            means = [e.mean for e in found]
-            ax.plot(axis.numbers, means, color=colour, marker=marker, linewidth=1.8, label=q.words)
+            means, colour = [e.mean for e in found], CATEGORIES[i]
+            style: dict[str, Any] = {"color": colour, "marker": MARKERS[i], "label": q.words}
+            if i == 0:
+                lows, highs = [e.low for e in found], [e.high for e in found]
+                ax.fill_between(axis.numbers, lows, highs, color=colour, alpha=0.18, linewidth=0)
+                ax.plot(axis.numbers, means, linewidth=1.8, **style)
+            else:  # a second band over the first could not be told from it
+                whiskers = _whiskers(found)
+                ax.errorbar(axis.numbers, means, whiskers, linestyle="--", capsize=3, **style)
             for x, e in zip(axis.numbers, found, strict=True):
                 if len(e.by_seed) > 1:
                     values = list(e.by_seed.values())
                     ax.scatter([x] * len(values), values, s=14, color=colour, alpha=0.6, zorder=3)
-        ax.set(xlabel=axis.name, ylabel=_shared_label(quantities))
+        ax.set(xlabel=NAMES.get(axis.key, axis.name), ylabel=_shared_label(quantities))
         if min(axis.numbers) > 0 and max(axis.numbers) > 50 * min(axis.numbers):
             ax.set_xscale("log")
         ax.set_xticks(axis.numbers, [f"{x:g}" for x in axis.numbers])
         ax.xaxis.set_minor_locator(NullLocator())
         ax.xaxis.set_minor_formatter(NullFormatter())
-        _finish(ax, quantities, ax.axhline)
+        _finish(ax, cells, quantities, ax.axhline)
         return figure
 
     return draw
@@ -172,7 +183,7 @@ def _dots(cells: Sequence[Cell], quantities: Sequence[Quantity]) -> Canvas:
     ax.set_yticks(range(len(cells)), [cell.label for cell in cells])
     ax.set_ylim(len(cells) - 0.5, -0.5)
     ax.set_xlabel(_shared_label(quantities))
-    _finish(ax, quantities, ax.axvline)
+    _finish(ax, cells, quantities, ax.axvline)
     return figure
 
 
@@ -210,7 +221,7 @@ def _pareto(cells: Sequence[Cell], x: Quantity, y: Quantity, front: list[bool]) 
         ax.annotate(
             cell.label,
             (a.mean, b.mean),
-            (5, 4),
+            (6, -11),
             textcoords="offset points",
             fontsize=8,
             color=colour,
@@ -222,6 +233,7 @@ def _pareto(cells: Sequence[Cell], x: Quantity, y: Quantity, front: list[bool]) 
     )
     ax.plot(*zip(*points, strict=True), color=BLUE, linewidth=1, label="Pareto front")
     ax.set(xlabel=x.label, ylabel=y.label)
+    _say_what(ax, cells, points=False)
     ax.legend(frameon=False)
     return figure
 
@@ -235,11 +247,32 @@ def _canvas(width: float, height: float) -> tuple[Canvas, Axes]:
     return figure, ax
 
 
-def _finish(ax: Axes, quantities: Sequence[Quantity], line: Callable[..., Any]) -> None:
+def _finish(
+    ax: Axes, cells: Sequence[Cell], quantities: Sequence[Quantity], line: Callable[..., Any]
+) -> None:
+    """Add what plain decoding is, a legend above the axes, and what the marks are."""
     if SPEEDUP in quantities or MODELLED in quantities:
         line(1, color=GREY, linewidth=1, linestyle="--", label="plain decoding")
     if len(quantities) > 1 or SPEEDUP in quantities:
-        ax.legend(frameon=False)
+        place: dict[str, Any] = {
+            "loc": "lower right",
+            "bbox_to_anchor": (1, 1),
+            "borderaxespad": 0.2,
+        }
+        ax.legend(frameon=False, ncols=3, fontsize=8, **place)
+        ax.set_title(" ", fontsize=9)  # room for the legend
+    _say_what(ax, cells)
+
+
+def _say_what(ax: Axes, cells: Sequence[Cell], points: bool = True) -> None:
+    """Say below the axes what means and intervals are of."""
+    seeds = sorted({len(cell.runs) for cell in cells})
+    prompts = sorted({found.prompts for cell in cells for found in cell.estimates.values()})
+    many, asked = (" to ".join(dict.fromkeys(map(str, (n[0], n[-1])))) for n in (seeds, prompts))
+    over = "prompts" if seeds == [1] else "seeds and prompts"
+    over += "; small points: seeds" if points and seeds != [1] else ""
+    words = f"{many} seed{'s' * (many != '1')}, {asked} prompts; 95% intervals over {over}"
+    ax.annotate(words, (0, 0), (0, -44), "axes fraction", "offset points", fontsize=7, color=GREY)
 
 
 def _shared_label(quantities: Sequence[Quantity]) -> str:

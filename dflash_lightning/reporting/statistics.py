@@ -5,7 +5,8 @@ are sampled apart: seeds (the spread of the runs, over their number) and prompts
 which all seeds and all cells see the same resampled prompts, so that what a prompt does to all of
 them counts once within a cell and cancels between two). Few seeds make a normal or percentile
 interval too narrow (with three it can hold 77% instead of 95%), hence Student's t, with
-Satterthwaite's degrees of freedom.
+Satterthwaite's degrees of freedom. Where all cells have the same seeds, differences of cells take
+the spread over seeds from all of them together, as in a two-way analysis of variance.
 """
 
 import hashlib
@@ -86,12 +87,50 @@ def estimate(runs: Sequence[Measured], figure: Figure, bootstrap: Bootstrap) -> 
     return _estimate(drawn, [run.seed for run in runs], min(len(r.prompts) for r in runs))
 
 
+@dataclass(frozen=True)
+class Spread:
+    """How much the difference of two cells varies from seed to seed, in all cells alike."""
+
+    variance: float
+    freedom: int
+
+
+def seed_spread(
+    cells: Sequence[Sequence[Measured]], figure: Figure, bootstrap: Bootstrap
+) -> Spread | None:
+    """Return the spread of differences over seeds, from what cell and seed together leave over.
+
+    None where the cells don't all have the same prompts and seeds, two or more; of two cells it is
+    what they show themselves.
+    """
+    seeds = {tuple(run.seed for run in runs) for runs in cells}
+    prompts = {run.prompts for runs in cells for run in runs}
+    if len(seeds) != 1 or len(prompts) != 1 or len(cells) < 2 or len(cells[0]) < 2:
+        return None
+    found = np.array([[bootstrap.figures(run, figure)[0] for run in runs] for runs in cells])
+    left = found - found.mean(axis=0) - found.mean(axis=1, keepdims=True) + found.mean()
+    freedom = (found.shape[0] - 1) * (found.shape[1] - 1)
+    return Spread(float(2 * (left**2).sum() / freedom), freedom)
+
+
 def difference(
-    runs: Sequence[Measured], others: Sequence[Measured], figure: Figure, bootstrap: Bootstrap
+    runs: Sequence[Measured],
+    others: Sequence[Measured],
+    figure: Figure,
+    bootstrap: Bootstrap,
+    spread: Spread | None = None,
 ) -> Estimate | None:
     """Return how far a figure of `others` is above that of `runs`, paired by seed and prompt.
 
-    None where they have no seed in common, or the runs of a seed decoded other prompts.
+    Args:
+        runs: Runs of a cell, one a seed.
+        others: Those of another.
+        figure: What is compared.
+        bootstrap: The resampled prompts.
+        spread: Of `seed_spread`; without it, the two cells' own.
+
+    Returns:
+        None where they have no seed in common, or the runs of a seed decoded other prompts.
     """
     first, second = {r.seed: r for r in runs}, {r.seed: r for r in others}
     seeds = sorted(first.keys() & second.keys())
@@ -100,7 +139,7 @@ def difference(
     drawn = np.stack(
         [bootstrap.figures(second[s], figure) - bootstrap.figures(first[s], figure) for s in seeds]
     )
-    return _estimate(drawn, seeds, min(len(first[s].prompts) for s in seeds))
+    return _estimate(drawn, seeds, min(len(first[s].prompts) for s in seeds), spread)
 
 
 def holm(p_values: Sequence[float]) -> list[bool]:
@@ -148,7 +187,9 @@ def t_quantile(freedom: float) -> float:
     return low
 
 
-def _estimate(drawn: Floats, seeds: Sequence[int], prompts: int) -> Estimate:
+def _estimate(
+    drawn: Floats, seeds: Sequence[int], prompts: int, spread: Spread | None = None
+) -> Estimate:
     """Return the estimate from `[S, 1 + draws]`: each seed's figure, then its resampled ones."""
     by_seed, resampled = drawn[:, 0], drawn[:, 1:]
     resampled = resampled[:, np.isfinite(resampled).all(axis=0)]
@@ -156,7 +197,7 @@ def _estimate(drawn: Floats, seeds: Sequence[int], prompts: int) -> Estimate:
     if not math.isfinite(mean) or resampled.shape[1] < 2 or prompts < 2:
         found: dict[str, Any] = {"low": math.nan, "high": math.nan, "p_value": math.nan}
     else:
-        variance, freedom = _variance(by_seed, resampled, prompts)
+        variance, freedom = _variance(by_seed, resampled, prompts, spread)
         error = math.sqrt(variance)
         reach = t_quantile(freedom) * error
         t = abs(mean) / error if error else (math.inf if mean else 0.0)
@@ -165,7 +206,9 @@ def _estimate(drawn: Floats, seeds: Sequence[int], prompts: int) -> Estimate:
     return Estimate(mean=mean, by_seed=values, prompts=prompts, **found)
 
 
-def _variance(by_seed: Floats, resampled: Floats, prompts: int) -> tuple[float, float]:
+def _variance(
+    by_seed: Floats, resampled: Floats, prompts: int, spread: Spread | None
+) -> tuple[float, float]:
     """Return the variance of the mean over seeds and its degrees of freedom.
 
     The spread over seeds holds what is a seed's own, and its share of the noise of prompt and seed
@@ -176,11 +219,12 @@ def _variance(by_seed: Floats, resampled: Floats, prompts: int) -> tuple[float, 
     over_prompts = float(resampled.mean(axis=0).var()) * unbias
     if number == 1:
         return over_prompts, prompts - 1
-    of_seeds = float(by_seed.var(ddof=1)) / number
+    spread = spread or Spread(float(by_seed.var(ddof=1)), number - 1)
+    of_seeds = spread.variance / number
     covariance = np.cov(resampled)
     shared = float(covariance.sum() - covariance.trace()) / (number * (number - 1)) * unbias
     shared = max(shared, 0.0)
     if of_seeds + shared <= over_prompts:
         return over_prompts, prompts - 1
-    squares = of_seeds**2 / (number - 1) + shared**2 / (prompts - 1)
+    squares = of_seeds**2 / spread.freedom + shared**2 / (prompts - 1)
     return of_seeds + shared, (of_seeds + shared) ** 2 / squares

@@ -61,7 +61,9 @@ def uncertainty(cells: Sequence[Cell]) -> str:
         )
     words = (
         "95% intervals of the mean over seeds, from the spread of the seeds and a bootstrap over "
-        "prompts (all seeds and cells see the same resamples), with Student's t for so few seeds."
+        "prompts (all seeds and cells see the same resamples), with Student's t for so few seeds. "
+        "In differences, the spread over seeds is taken as alike in all cells, where all have the "
+        "same seeds."
     )
     if counts[0] == 1:
         single = ", ".join(cell.label for cell in cells if len(cell.runs) == 1)
@@ -140,7 +142,8 @@ def budget(cells: Sequence[Cell]) -> list[str]:
         if all(run.supervised_tokens is not None for run in cell.runs)
     }
     lines = []
-    asked = {str(run.record["budget"]) for c in cells for run in c.runs if run.record.get("budget")}
+    records = [run.record for cell in cells for run in cell.runs]
+    asked = {_listed(record["budget"]) for record in records if record.get("budget")}
     if asked:
         lines.append(f"Budget asked for: {', '.join(sorted(asked))}.")
     if len(tokens) < len(cells):
@@ -240,10 +243,13 @@ def asked_for(sweep: dict[str, Any]) -> list[list[str]]:
         value = sweep.get(key)
         if value is None:
             continue
+        if key == "objectives" and isinstance(value, list):
+            value = [f"{o['metric']} ({o['direction']})" for o in value]
         if key == "space" and isinstance(value, dict):
             names = {k: k for k in value}
             rows += [
-                [f"space: {k}", label_of({k: v}, names).removeprefix(k)] for k, v in value.items()
+                [f"space: {k}", label_of({k: v}, names).removeprefix(k).strip()]
+                for k, v in value.items()
             ]
         else:
             rows.append([key, _common([value])])
@@ -252,7 +258,8 @@ def asked_for(sweep: dict[str, Any]) -> list[list[str]]:
 
 def _common(values: Sequence[Any]) -> str:
     texts = list(dict.fromkeys(_listed(value) for value in values if value is not None))
-    return ", ".join(texts[:4]) + (" ..." if len(texts) > 4 else "") or "?"
+    several = "varies: " if len(texts) > 1 else ""
+    return several + ", ".join(texts[:6]) + (" ..." if len(texts) > 6 else "") or "?"
 
 
 def _listed(value: Any) -> str:
