@@ -130,7 +130,7 @@ def fake_study(
     prompts: int = 16,
     objectives: Sequence[tuple[str, str]] = (("decode/accept_len", "maximize"),),
 ) -> Path:
-    """Write a study: value of `key` -> acceptance of a draft; `failed` values have failed trials."""
+    """Write a study: value of `key` -> acceptance of a draft."""
     folder.mkdir(parents=True)
     values = [*acceptance, *failed]
     numeric = all(isinstance(v, int) for v in values)

@@ -4,6 +4,7 @@ The files are written without torch or TensorFlow, into a folder that is replace
 runs' own files are not touched.
 """
 
+import math
 import os
 import shutil
 import time
@@ -28,6 +29,7 @@ from dflash_lightning.reporting.plots import png
 from dflash_lightning.reporting.quantities import ACCEPT_LEN, QUANTITIES
 
 SUMMARY = "summary"
+CHARTED = {quantity.key for quantity in QUANTITIES}
 CURVES = ("train/loss", "val/loss", "val/accept_len", "decode/accept_len", "decode/speedup")
 """Tags of the runs that the layout overlays, over supervised tokens."""
 
@@ -57,12 +59,12 @@ def write_summary(
         for step, cell in zip(steps, cells, strict=True):
             for name, estimate in cell.estimates.items():
                 writer.scalar(f"{SUMMARY}/{name}", estimate.mean, step)
-                if estimate.low == estimate.low:
+                if name in CHARTED and not math.isnan(estimate.low):
                     writer.scalar(f"{SUMMARY}/{name}/low", estimate.low, step)
                     writer.scalar(f"{SUMMARY}/{name}/high", estimate.high, step)
-        writer.layout(_layout(cells))
+        writer.layout(_layout(cells, axis))
         for name, figure in figures.items():
-            writer.image(f"{SUMMARY}/{name}", png(figure, 110))
+            writer.image(f"figures/{name}", png(figure, 110))
         at = ", ".join(f"{s}: {c.label}" for s, c in zip(steps, cells, strict=True))
         writer.text(f"{SUMMARY}/report", f"{'' if whole else f'x axis: {at}'}\n\n{text}")
         writer.raw(_experiment(cells))
@@ -128,11 +130,12 @@ def _plain(value: Any) -> float | str:
     return text_of(value)
 
 
-def _layout(cells: Sequence[Cell]) -> layout_pb2.Layout:
+def _layout(cells: Sequence[Cell], axis: Axis | None) -> layout_pb2.Layout:
     """Return the Custom Scalars tab: intervals along the swept number, curves over tokens."""
+    along = "cell" if axis is None else axis.name
     margins = [
         layout_pb2.Chart(
-            title=quantity.label,
+            title=f"{quantity.label} by {along}",
             margin=layout_pb2.MarginChartContent(
                 series=[
                     layout_pb2.MarginChartContent.Series(
@@ -146,22 +149,27 @@ def _layout(cells: Sequence[Cell]) -> layout_pb2.Layout:
         for quantity in QUANTITIES
         if all(quantity.key in cell.estimates for cell in cells)
     ]
-    overlays = [
-        layout_pb2.Chart(title=tag, multiline=layout_pb2.MultilineChartContent(tag=[f"^{tag}$"]))
-        for tag in CURVES
-    ]
-    positions = [
-        layout_pb2.Chart(
-            title="decoded, accepted up to each position",
-            multiline=layout_pb2.MultilineChartContent(tag=[f"^{SUMMARY}/accept_rate/pos_\\d+$"]),
-        )
-    ]
+    margins.reverse()  # TensorBoard 2.21 shows a category's margin charts last to first
+    positions = f"^{SUMMARY}/accept_rate/pos_\\d+$"
+    curves = [(tag, f"^{tag}$") for tag in CURVES]
     return layout_pb2.Layout(
         category=[
-            layout_pb2.Category(title="by cell, with 95% intervals", chart=margins + positions),
-            layout_pb2.Category(title="runs over supervised tokens", chart=overlays),
+            layout_pb2.Category(title=f"by {along}, with 95% intervals", chart=margins),
+            layout_pb2.Category(title="runs over supervised tokens", chart=_lines(curves)),
+            layout_pb2.Category(
+                title="acceptance by position",
+                chart=_lines([(f"accepted up to each position by {along}", positions)]),
+            ),
         ]
     )
+
+
+def _lines(tags: Sequence[tuple[str, str]]) -> list[layout_pb2.Chart]:
+    """Return a chart for each title and pattern of tags, all runs overlaid."""
+    return [
+        layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=[pattern]))
+        for title, pattern in tags
+    ]
 
 
 class _Writer:
