@@ -63,7 +63,7 @@ def spell_out(function: Callable[..., Any], args: list[str]) -> list[str]:
         args = [f"--{next(iter(parameters)).name}", *args]
     args = _with_lists(args, lists)
     found = []
-    for arg, following in zip(args, [*args[1:], "--"], strict=True):
+    for arg, following in zip(args, [*args[1:], "--"], strict=False):
         found.append(arg)
         if arg in switches and following.startswith("--"):
             found.append("true")

@@ -18,6 +18,7 @@ from dflash_lightning.reporting.cells import (
     Cell,
     axis_of,
     find_cell,
+    is_search,
     make_cells,
     usual_baseline,
 )
@@ -36,6 +37,8 @@ from dflash_lightning.reporting.statistics import Bootstrap
 from dflash_lightning.reporting.study import Study, importances, load_study, pareto
 
 log = logging.getLogger(__name__)
+MOST_SAID = 8
+"""Conclusions that are printed; all are in the report."""
 BY_METRIC = {
     "decode/accept_len": ACCEPT_LEN,
     "decode/speedup": SPEEDUP,
@@ -76,7 +79,9 @@ def report(
     out: str | None = None,
     baseline: str | None = None,
 ) -> Path:
-    """Compare the runs of a study, or any runs: tables, intervals, figures, TensorBoard.
+    """Compare the runs of a study (`report DIR`), or any runs (`report --compare RUN...`).
+
+    Writes report.md, figures, and a summary run for TensorBoard.
 
     Args:
         folder: A study's folder, as in `sweeps/results/depth`, or any folder of runs.
@@ -163,8 +168,11 @@ def _write(found: Found, target: Path, board_root: Path) -> Path:
     if sweep.is_file() and not (target / "sweep.yaml").exists():
         shutil.copy(sweep, target / "sweep.yaml")
     write_summary(board_root, found.cells, found.axis, figures, _short(found))
-    for line in tables.conclusions(found.comparisons):
+    lines = tables.conclusions(found.comparisons)
+    for line in lines[:MOST_SAID]:
         log.info("%s", line)
+    if len(lines) > MOST_SAID:
+        log.info("and %d more conclusions in the report", len(lines) - MOST_SAID)
     log.info("report: %s (tensorboard --logdir %s)", target / "report.md", board_root)
     return target / "report.md"
 
@@ -217,7 +225,13 @@ def _compared(found: Found) -> list[str]:
         f"Each cell over the baseline, {found.baseline.label}"
         f"{', and over its neighbour' if found.axis is not None else ''}, on the same prompts and "
         f"seeds. {len(made)} comparisons; * marks the {kept} that hold for all of them together "
-        "(Holm, 5%).",
+        "(Holm, 5%)."
+        + (
+            " Only the best cells are compared; the best of all was picked by these same prompts, "
+            "which flatters its lead."
+            if is_search(found.cells)
+            else ""
+        ),
         tables.comparisons_table(made),
     ]
     if lines:

@@ -96,7 +96,7 @@ def test_figures_sections_and_files(text: str, study: Path) -> None:
         assert f"](figures/{name}.png)" in text
         assert (study / "figures" / f"{name}.png").stat().st_size > 10_000
         assert "<svg" in (study / "figures" / f"{name}.svg").read_text()[:2000]
-    assert "trial 9 (model.num_layers 5, seed 0): fail: out of memory" in text
+    assert "trial 9 (num_layers 5, seed 0): fail: out of memory" in text
     assert "Equal budgets: 600,000 supervised tokens" in text
     assert "objectives | decode/accept_len (maximize), decode/draft_ms (minimize)" in text
     assert "arXiv 2602.06036, Table 6" in section(text, "Published numbers of the same ablation")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dflash_lightning.errors import UserError
-from dflash_lightning.reporting.quantities import QUANTITIES, Quantity, accepted_up_to
+from dflash_lightning.reporting.quantities import ACCEPT_LEN, QUANTITIES, Quantity, accepted_up_to
 from dflash_lightning.reporting.runs import Run
 from dflash_lightning.reporting.statistics import Bootstrap, Estimate, estimate
 
@@ -66,7 +66,8 @@ class Axis:
 def make_cells(runs: Sequence[Run], bootstrap: Bootstrap) -> tuple[list[Cell], dict[str, str]]:
     """Return the cells with their estimates, in order, and why runs were left out, by run.
 
-    In order means by number where all cells differ in one, else as asked.
+    In order means by number where all cells differ in one, as asked where they differ in another
+    thing, and by accept length, longest first, where they differ in several.
     """
     values = _values(runs)
     grouped: dict[str, list[int]] = {}
@@ -87,18 +88,35 @@ def make_cells(runs: Sequence[Run], bootstrap: Bootstrap) -> tuple[list[Cell], d
     axis = axis_of(cells)
     if axis is not None:
         cells.sort(key=lambda cell: number(cell.values[axis.key]))
-    return [_estimated(cell, bootstrap) for cell in cells], left_out
+    cells = [_estimated(cell, bootstrap) for cell in cells]
+    if is_search(cells):
+        cells.sort(key=lambda cell: -cell.estimates[ACCEPT_LEN.key].mean)
+    return cells, left_out
+
+
+def is_search(cells: Sequence[Cell]) -> bool:
+    """Whether several things were varied, so that cells have no order but how good they are."""
+    return len(cells[0].values) > 1 and axis_of(cells) is None
 
 
 def axis_of(cells: Sequence[Cell]) -> Axis | None:
-    """Return the first key by whose number all cells differ; None where there is none."""
+    """Return the one number that tells all cells apart; None where there is none.
+
+    Other keys may be varied with it if they rise or fall with it, as gamma does with K.
+    """
     names = short_names([key for cell in cells for key in cell.values])
-    for key in cells[0].values:
-        values = [cell.values.get(key) for cell in cells]
-        numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
-        if numeric and len(cells) > 1 and len(set(values)) == len(cells):
-            return Axis(key, names[key], sorted(map(number, values)))
-    return None
+    columns = {key: [cell.values.get(key) for cell in cells] for key in cells[0].values}
+    numeric = [isinstance(v, int | float) and v is not True for c in columns.values() for v in c]
+    if len(cells) < 2 or not columns or not all(numeric):
+        return None
+    key, *others = sorted(columns, key=lambda k: -len(set(columns[k])))
+    order = sorted(range(len(cells)), key=lambda i: number(columns[key][i]))
+    for other in others:
+        along = [number(columns[other][i]) for i in order]
+        if along not in (sorted(along), sorted(along, reverse=True)):
+            return None
+    numbers = [number(columns[key][i]) for i in order]
+    return Axis(key, names[key], numbers) if len(set(numbers)) == len(cells) else None
 
 
 def find_cell(cells: Sequence[Cell], asked: str) -> Cell:
@@ -161,7 +179,7 @@ def text_of(value: Any) -> str:
         inner = ", ".join(f"{k}={text_of(v)}" for k, v in args.items())
         return text_of(value["class_path"]) + (f"({inner})" if inner else "")
     if isinstance(value, float):
-        return f"{value:g}"
+        return f"{value:.4g}"
     if isinstance(value, str):
         return value.rpartition(".")[2] if value.startswith("dflash_lightning.") else value
     return "null" if value is None else str(value)

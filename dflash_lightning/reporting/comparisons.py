@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dflash_lightning.reporting.cells import Cell, axis_of, quantities
+from dflash_lightning.reporting.cells import Cell, axis_of, is_search, quantities
 from dflash_lightning.reporting.quantities import ACCEPT_LEN, MODELLED, SPEEDUP, Quantity
 from dflash_lightning.reporting.statistics import Bootstrap, Estimate, difference, holm, seed_spread
+
+MOST_OF_A_SEARCH = 10
+"""Cells of a search that are compared with the baseline."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,12 @@ def compare_cells(
 
 
 def pairs(cells: Sequence[Cell], baseline: Cell) -> list[tuple[Cell, Cell]]:
-    """Return the pairs to compare: each with the baseline, then neighbours on the axis."""
-    found = [(cell, baseline) for cell in cells if cell is not baseline]
+    """Return the pairs to compare: each with the baseline, then neighbours on the axis.
+
+    Of a search, only the best cells.
+    """
+    shown = cells[:MOST_OF_A_SEARCH] if is_search(cells) else cells
+    found = [(cell, baseline) for cell in shown if cell is not baseline]
     if axis_of(cells) is not None:
         neighbours = zip(cells[1:], cells[:-1], strict=True)
         found += [pair for pair in neighbours if baseline not in pair]

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import MaxNLocator, NullFormatter, NullLocator
 
-from dflash_lightning.reporting.cells import Axis, Cell, text_of
+from dflash_lightning.reporting.cells import Axis, Cell, short_names, text_of
 from dflash_lightning.reporting.output import write
 from dflash_lightning.reporting.quantities import (
     ACCEPT_LEN,
@@ -39,8 +39,10 @@ NAMES = {
     "model.lr": "learning rate [1/step]",
 }
 """Axis labels; other keys go by their last word."""
-MOST_CURVES = 10
+MOST_CURVES = 7
 """Cells in the figure of acceptance by position; of more, those of the longest accept length."""
+LONG_LABEL = 24
+"""Characters from which a legend goes below the axes."""
 
 
 def draw_all(
@@ -90,7 +92,8 @@ def png(figure: Canvas, dots_per_inch: int) -> bytes:
 def by_position(cells: Sequence[Cell], axis: Axis | None) -> Canvas:
     """Return the share of cycles that accepted at least k drafts, a curve a cell."""
     cells = shown_by_position(cells)
-    figure, ax = _canvas(6.4, 4.0)
+    long = axis is None and max(len(cell.label) for cell in cells) > LONG_LABEL
+    figure, ax = _canvas(6.4, 4.0 + 0.2 * len(cells) * long)
     for i, cell in enumerate(cells):
         found = [cell.estimates[accepted_up_to(k).key] for k in range(1, cell.block_size)]
         if axis is None:
@@ -117,7 +120,10 @@ def by_position(cells: Sequence[Cell], axis: Axis | None) -> Canvas:
     ax.set_ylim(bottom=0)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     _say_what(ax, cells, points=False)
-    ax.legend(title=None if axis is None else axis.name, frameon=False)
+    if long:
+        figure.legend(loc="outside lower center", frameon=False, fontsize=8)
+    else:
+        ax.legend(title=None if axis is None else axis.name, frameon=False)
     return figure
 
 
@@ -161,7 +167,8 @@ def _curve(axis: Axis) -> Callable[[Sequence[Cell], Sequence[Quantity]], Canvas]
 
 def _dots(cells: Sequence[Cell], quantities: Sequence[Quantity]) -> Canvas:
     """Return a dot a cell with its interval, for cells without an order."""
-    figure, ax = _canvas(6.4, 1.4 + 0.36 * len(cells))
+    names = max(len(cell.label) for cell in cells)
+    figure, ax = _canvas(5.0 + 0.08 * names, 1.4 + 0.36 * len(cells))
     for i, q in enumerate(quantities):
         shift = 0.22 * (i - (len(quantities) - 1) / 2)
         found = [cell.estimates[q.key] for cell in cells]
@@ -188,12 +195,13 @@ def _dots(cells: Sequence[Cell], quantities: Sequence[Quantity]) -> Canvas:
 
 
 def _importances(found: dict[str, dict[str, float]]) -> Canvas:
-    names = list(next(iter(found.values())))
+    keys = list(next(iter(found.values())))
+    names = list(short_names(keys).values())
     figure, ax = _canvas(6.4, 1.2 + 0.4 * len(names) * len(found))
     height = 0.8 / len(found)
     for i, (metric, shares) in enumerate(found.items()):
         places = [n + (i - (len(found) - 1) / 2) * height for n in range(len(names))]
-        widths = [shares.get(name, 0.0) for name in names]
+        widths = [shares.get(key, 0.0) for key in keys]
         ax.barh(places, widths, height, color=CATEGORIES[i], label=metric)
     ax.set_yticks(range(len(names)), names)
     ax.invert_yaxis()

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import yaml
 
 from dflash_lightning.errors import UserError
+from dflash_lightning.reporting.cells import label_of, short_names
 
 log = logging.getLogger(__name__)
 Direction = Literal["maximize", "minimize"]
@@ -37,7 +38,7 @@ class Study:
             state = trial.state.name
             if state in ("FAIL", "PRUNED", "RUNNING"):
                 known = {**trial.params, "seed": trial.user_attrs.get("seed")}
-                setting = ", ".join(f"{k} {v}" for k, v in known.items() if v is not None)
+                setting = label_of(known, short_names(list(known)))
                 reason = trial.user_attrs.get("reason") or _REASONS[state]
                 one_line = " ".join(str(reason).split())
                 rows.append(f"trial {trial.number} ({setting}): {state.lower()}: {one_line}")
