@@ -162,6 +162,21 @@ def test_pooled_over_prompts_then_mean_over_seeds() -> None:
     assert found == estimate(runs, ACCEPT_LEN.figure, Bootstrap())  # the same to the last bit
 
 
+def test_variance_of_seeds_and_prompts_adds_up() -> None:
+    """A figure that is seed + prompt: var(seed) / S + var(prompt) / P, each with n - 1."""
+    of_seed, of_prompt = np.array([0.0, 0.1, 0.3]), np.array([-0.4, -0.1, 0.0, 0.2, 0.3])
+    cycles, names = np.full(5, 10.0), tuple("abcde")
+    runs = [
+        Measured(s, names, {"committed": (MEAN + x + of_prompt) * cycles, "cycles": cycles})
+        for s, x in enumerate(of_seed)
+    ]
+    found = estimate(runs, ratio, Bootstrap(draws=40_000))
+    parts = [float(x.var(ddof=1)) / len(x) for x in (of_seed, of_prompt)]
+    freedom = sum(parts) ** 2 / (parts[0] ** 2 / 2 + parts[1] ** 2 / 4)
+    width = 2 * t_quantile(freedom) * math.sqrt(sum(parts))
+    assert found.high - found.low == pytest.approx(width, rel=0.02)
+
+
 def test_speedup_pools_times() -> None:
     columns = {
         "tokens": np.array([10.0, 30]),

@@ -142,8 +142,7 @@ def _read(folder: Path) -> Run:
     decoded = _mapping(folder / DECODED)
     if not decoded.get("per_prompt"):
         raise UserError(
-            f"{DECODED} has no figures per prompt: it is of an older version; `validate` the run's "
-            "checkpoint to decode it again"
+            f"{DECODED} has no figures per prompt: it is of an older version; train it again"
         )
     record, trial = (_mapping(folder / name, {}) for name in ("run.json", "trial.json"))
     run = Run(folder, _name(folder), flat(config), decoded, record, trial)
