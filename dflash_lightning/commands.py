@@ -3,6 +3,7 @@
 Only the command that runs is imported, so `--help` answers at once.
 """
 
+import json
 from collections.abc import Callable
 from importlib import import_module
 from inspect import getdoc, signature
@@ -14,6 +15,7 @@ from dflash_lightning.errors import UserError
 
 COMMANDS = {
     "generate": "Decode prompts with a trained drafter, streaming what the target commits.",
+    "report": "Compare the runs of a sweep, or any runs: tables, intervals, figures, TensorBoard.",
     "sweep": "Train every cell of a space, or search it: trials of an Optuna study.",
 }
 """Name -> what it does. The command is the function of that name in the module of that name, or
@@ -49,21 +51,45 @@ def run_command(name: str, args: list[str]) -> Any:
 
 
 def spell_out(function: Callable[..., Any], args: list[str]) -> list[str]:
-    """Return the flags with `true` behind each bare switch, as the parser wants it.
+    """Return the flags as the parser wants them.
 
-    >>> def command(fast: bool = False, name: str = ""): ...
-    >>> spell_out(command, ["--fast", "--name", "x"])
-    ['--fast', 'true', '--name', 'x']
+    That is `true` behind each bare switch, one list behind a flag that takes several words, and the
+    first parameter's name before a word that comes first.
+
+    >>> def command(folder: str = "", fast: bool = False, names: list[str] | None = None): ...
+    >>> spell_out(command, ["--fast", "--names", "x", "y"])
+    ['--fast', 'true', '--names', '["x", "y"]']
+    >>> spell_out(command, ["here", "--fast", "false"])
+    ['--folder', 'here', '--fast', 'false']
     """
-    switches = {
-        f"--{p.name}" for p in signature(function).parameters.values() if p.default is False
-    }
+    parameters = signature(function).parameters.values()
+    switches = {f"--{p.name}" for p in parameters if p.default is False}
+    lists = {f"--{p.name}" for p in parameters if "list[" in str(p.annotation)}
+    if args and not args[0].startswith("-"):
+        args = [f"--{next(iter(parameters)).name}", *args]
+    args = _with_lists(args, lists)
     found = []
-    for arg, following in zip(args, [*args[1:], "--"], strict=True):
+    for arg, following in zip(args, [*args[1:], "--"], strict=False):
         found.append(arg)
         if arg in switches and following.startswith("--"):
             found.append("true")
     return found
+
+
+def _with_lists(args: list[str], flags: set[str]) -> list[str]:
+    found: list[str] = []
+    words: list[str] = []
+    for arg in [*args, "--"]:
+        if words and not arg.startswith("--"):
+            words.append(arg)
+            continue
+        if words:
+            flag, *values = words
+            written = len(values) == 1 and values[0].startswith("[")
+            found += [flag, values[0] if written else json.dumps(values)]
+        words = [arg] if arg in flags else []
+        found += [] if words else [arg]
+    return found[:-1]
 
 
 def listing() -> str:

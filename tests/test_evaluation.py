@@ -81,6 +81,23 @@ def test_figures_by_hand() -> None:
     assert json.loads(json.dumps(found.to_dict()))["survival"] == found.survival
 
 
+def test_figures_per_prompt_by_hand() -> None:
+    decoded = two_prompts()
+    plain, ids = plain_of(decoded, [6.8, 3.2]), [[1, 2], [3]]
+    first, second = report(decoded, plain, [], 4, prompts=ids).per_prompt
+    assert first.prompt == report(decoded, plain, [], 4, prompts=ids).per_prompt[0].prompt
+    assert first.prompt != second.prompt
+    assert (first.tokens, first.cycles, first.committed) == (7, 3, 6)
+    assert first.accepted_histogram == [1, 1, 1, 0]
+    assert first.drafted_histogram == [0, 1, 0, 2]
+    assert first.speedup == pytest.approx(2.0)
+    assert (second.tokens, second.cycles, second.committed) == (3, 1, 2)
+    assert second.accepted_histogram == [0, 0, 0, 1]
+    assert (second.draft_seconds, second.verify_seconds, second.seconds) == (0.2, 0.4, 1.6)
+    assert (second.plain_tokens, second.plain_seconds) == (3, 3.2)
+    assert report(decoded, plain, [], 4).per_prompt == []
+
+
 def test_pooled_and_per_prompt_accept_length_differ() -> None:
     long = Decoded(list(range(13)), [Cycle(3, 2, 3)] * 4, total_s=1.0)
     short = Decoded(list(range(2)), [Cycle(3, 0, 1)], total_s=1.0)

@@ -54,8 +54,9 @@ def evaluate(
         for n, (prompt, ours, theirs) in enumerate(zip(prompts, decoded, plain, strict=True))
         if (found := divergence(target, prompt, ours.tokens, theirs.tokens)) is not None
     ]
-    found_report = report(decoded, plain, partings, proposer.block_size, batch_size, others)
-    return found_report, decoded
+    ids = [prompt.tolist() for prompt in prompts]
+    figures = report(decoded, plain, partings, proposer.block_size, batch_size, others, ids)
+    return figures, decoded
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from statistics import fmean, median
 from typing import Any
 
@@ -19,6 +20,33 @@ class Divergence:
     prompt: int
     position: int
     logit_gap: float
+
+
+@dataclass(frozen=True)
+class PromptFigures:
+    """What decoding one prompt gave, in sums, so that prompts can be pooled, paired and resampled.
+
+    Seconds are shares of the batch's, for prompts decoded together.
+    """
+
+    prompt: str
+    """Short hash of the prompt's token ids: the same prompt in every run on one tokenizer."""
+    tokens: int
+    """New tokens."""
+    cycles: int
+    committed: int
+    """Tokens that the cycles committed: all new ones but the prefill's."""
+    accepted_histogram: list[int]
+    """Cycles by number of accepted drafts, 0..K-1."""
+    drafted_histogram: list[int]
+    """Cycles by number of verified drafts, 0..K-1."""
+    seconds: float
+    draft_seconds: float
+    verify_seconds: float
+    plain_tokens: int
+    plain_seconds: float
+    speedup: float
+    """Tokens per second over those of plain decoding."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +94,8 @@ class DecodingReport:
     """Prompts decoded together; seconds are shares of the batch's."""
     others: dict[str, float] = field(default_factory=dict)
     """Tokens per second of what a user could take instead, on the same prompts."""
+    per_prompt: list[PromptFigures] = field(default_factory=list)
+    """In the order of the prompts."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as plain types."""
@@ -112,6 +142,7 @@ def report(
     block_size: int,
     batch_size: int = 1,
     others: dict[str, float] | None = None,
+    prompts: Sequence[Sequence[int]] = (),
 ) -> DecodingReport:
     """Return the figures of prompts decoded speculatively and plainly, in the same order.
 
@@ -122,6 +153,7 @@ def report(
         block_size: K.
         batch_size: Prompts that were decoded together.
         others: Tokens per second of other decoders on the same prompts.
+        prompts: Token ids of each prompt; without them there are no figures per prompt.
     """
     cycles = [cycle for d in decoded for cycle in d.cycles]
     tokens, seconds = sum(len(d.tokens) for d in decoded), sum(d.total_s for d in decoded)
@@ -158,6 +190,39 @@ def report(
         divergences=list(divergences),
         batch_size=batch_size,
         others=others or {},
+        per_prompt=[
+            _prompt_figures(*one, block_size)
+            for one in zip(prompts, decoded, plain, strict=bool(prompts))
+        ],
+    )
+
+
+def prompt_hash(ids: Sequence[int]) -> str:
+    """Return a short name of a prompt's token ids.
+
+    >>> prompt_hash([1, 2]) == prompt_hash([1, 2]) != prompt_hash([12])
+    True
+    """
+    return sha256(" ".join(map(str, ids)).encode()).hexdigest()[:12]
+
+
+def _prompt_figures(
+    ids: Sequence[int], d: Decoded, plain: Decoded, block_size: int
+) -> PromptFigures:
+    accepted, drafted = [c.accepted for c in d.cycles], [c.drafted for c in d.cycles]
+    return PromptFigures(
+        prompt=prompt_hash(ids),
+        tokens=len(d.tokens),
+        cycles=len(d.cycles),
+        committed=sum(c.committed for c in d.cycles),
+        accepted_histogram=[accepted.count(n) for n in range(block_size)],
+        drafted_histogram=[drafted.count(n) for n in range(block_size)],
+        seconds=d.total_s,
+        draft_seconds=d.draft_s,
+        verify_seconds=d.verify_s,
+        plain_tokens=len(plain.tokens),
+        plain_seconds=plain.total_s,
+        speedup=_ratio(len(d.tokens) * plain.total_s, d.total_s * len(plain.tokens)),
     )
 
 

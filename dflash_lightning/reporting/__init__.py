@@ -1,0 +1,1 @@
+"""Run folders -> statistics, tables, figures, a TensorBoard summary run. No torch in here."""
