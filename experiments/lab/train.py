@@ -31,6 +31,10 @@ from dflash_lightning.data.stdlib import source_text, stdlib_files, stdlib_folde
 
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<mask>"]
 PAD, BOS, EOS, MASK = range(4)
+TEMPLATE = (  # nothing is added: an answer goes on where the prompt ends
+    "{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
 LENGTH = 512
 ROWS = 8  # of a micro-batch
 EPSILON = 1e-6
@@ -96,6 +100,7 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=trained._tokenizer,
+        chat_template=TEMPLATE,
         pad_token="<pad>",
         bos_token="<bos>",
         eos_token="<eos>",
