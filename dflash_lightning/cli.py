@@ -10,18 +10,18 @@ import dataclasses
 import json
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
-import yaml
 from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from omegaconf.errors import OmegaConfBaseException
 from transformers.utils import logging as huggingface
 
+from dflash_lightning.budget import Budget
 from dflash_lightning.configs import with_bases
 from dflash_lightning.console import preparation_table
 from dflash_lightning.data.datamodule import DFlashDataModule
@@ -30,6 +30,7 @@ from dflash_lightning.errors import UserError
 from dflash_lightning.evaluation import DecodingEvaluation, run_folder
 from dflash_lightning.module import DFlashModule
 from dflash_lightning.run_names import run_name
+from dflash_lightning.run_record import RunRecord
 from dflash_lightning.target_spec import TargetConfig
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,8 @@ class Trainer(pl.Trainer):
 class DFlashCLI(LightningCLI):
     """LightningCLI with shared keys linked, runs named by what varies, and decoding evaluation."""
 
+    more_callbacks: Sequence[pl.Callback] = ()
+
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Add `prepare` to Lightning's own."""
@@ -102,16 +105,22 @@ class DFlashCLI(LightningCLI):
         )
         ways = "model.axes.drafting", "model.axes.denoising_steps"
         parser.link_arguments(ways, "data.noise", compute_fn=noise_of)
+        parser.add_lightning_class_args(Budget, "budget")  # first: its clock stops at a batch's end
         parser.add_lightning_class_args(DecodingEvaluation, "decode")
 
     def before_instantiate_classes(self) -> None:
-        """Log to TensorBoard under the run's name unless another logger was asked for."""
+        """Log to TensorBoard under the run's name unless another logger was asked for.
+
+        A budget alone ends training.
+        """
         config = self.config[self.subcommand] if self.subcommand else self.config
         if self.subcommand not in (None, "fit", "prepare") and config.get("ckpt_path") is None:
             raise UserError(
                 f"--ckpt_path: {self.subcommand} needs the checkpoint of a trained drafter"
             )
         _check_checkpoint(config.get("ckpt_path"))
+        if any(value is not None for value in config.budget.values()):
+            config.trainer.max_steps = config.trainer.max_epochs = -1
         if config.trainer.logger in (None, True):
             config.trainer.logger = Namespace(
                 class_path="lightning.pytorch.loggers.TensorBoardLogger",
@@ -132,67 +141,11 @@ class DFlashCLI(LightningCLI):
             return Trainer.__new__(Trainer)
         own = self._get(self.config_init, "trainer.callbacks") or []
         saved = self._get(self.config_init, "trainer.enable_checkpointing") is not False
-        callbacks: list[pl.Callback] = [PredictionWriter()]
+        callbacks: list[pl.Callback] = [*self.more_callbacks, PredictionWriter()]
         if saved and not any(isinstance(c, ModelCheckpoint) for c in own):
             callbacks.append(ModelCheckpoint(save_last=True))
         self.trainer_defaults["callbacks"] = callbacks
         return super().instantiate_trainer(**kwargs)
-
-
-class RunRecord(SaveConfigCallback):
-    """Keeps the configuration: config.yaml, HParams tab, and checkpoints to compare on resume."""
-
-    def __init__(self, parser: Any, config: Any, **_: Any) -> None:
-        super().__init__(parser, config, save_to_log_dir=False)
-
-    @property
-    def plain(self) -> dict[str, Any]:
-        """The configuration as plain types."""
-        text = self.parser.dump(self.config, skip_none=False, format="json")
-        found: dict[str, Any] = json.loads(text)
-        found.pop("base", None)  # its keys are all here
-        return found
-
-    def save_config(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Write config.yaml into the run's folder and fill the HParams tab."""
-        folder = run_folder(trainer)
-        if folder is None:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        name = "config.yaml" if stage == "fit" else f"config_{stage}.yaml"
-        (folder / name).write_text(yaml.safe_dump(self.plain, sort_keys=False))
-        if stage != "fit":
-            return
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.log_hyperparams(
-                    hyperparameters(self.plain), {"hp/accept_len": 1.0, "hp/speedup": 0.0}
-                )
-
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Store the configuration in the checkpoint."""
-        checkpoint["experiment"] = self.plain
-
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Say which keys differ from the checkpoint's experiment."""
-        saved, asked = flat(checkpoint.get("experiment", {})), flat(self.plain)
-        for key in sorted(saved.keys() & asked.keys() - {"ckpt_path"}):
-            if saved[key] != asked[key]:
-                kept = (
-                    " (the checkpoint's optimizer state keeps the old value)"
-                    if key in _IN_OPTIMIZER
-                    else ""
-                )
-                log.info(
-                    "differs from the checkpoint: %s: %s -> %s%s", key, saved[key], asked[key], kept
-                )
-
-
-_IN_OPTIMIZER = ("model.lr", "model.weight_decay")
 
 
 class PredictionWriter(pl.Callback):
@@ -210,40 +163,29 @@ class PredictionWriter(pl.Callback):
         log.info("wrote %d predictions to %s", len(rows), file)
 
 
-def hyperparameters(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the model's, the data's and the seed's values for the HParams tab, flat."""
-    return {
-        k: v
-        for k, v in flat(config).items()
-        if k.split(".")[0] in ("model", "data", "seed_everything")
-    }
-
-
-def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested keys joined by dots; lists become text.
-
-    >>> flat({"a": {"b": 1}, "c": [1, 2]})
-    {'a.b': 1, 'c': '[1, 2]'}
-    """
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            found.update(flat(value, f"{prefix}{key}."))
-        else:
-            found[prefix + key] = str(value) if isinstance(value, list) else value
-    return found
-
-
 def _check_checkpoint(path: Any) -> None:
     if path is not None and path not in ("last", "best") and not Path(str(path)).is_file():
         raise UserError(f"--ckpt_path: no such file: {path}")
 
 
-def main(args: list[str] | None = None, run: bool = True) -> DFlashCLI:
-    """Run a command line; `args` defaults to the process's own.
+def main(
+    args: list[str] | None = None,
+    run: bool = True,
+    callbacks: Sequence[pl.Callback] = (),
+    workers: int = 1,
+    kind: type[DFlashCLI] = DFlashCLI,
+) -> DFlashCLI:
+    """Run a command line.
 
-    With `run=False` there is no subcommand: model, data and trainer are built and returned.
+    Args:
+        args: The words; None takes the process's own.
+        run: False: there is no subcommand; model, data and trainer are built and returned.
+        callbacks: The trainer gets these too.
+        workers: Processes that train on this machine side by side, for the record.
+        kind: Which command line.
     """
+    words = sys.argv[1:] if args is None else args
+    made = type(kind.__name__, (kind,), {"more_callbacks": tuple(callbacks)})
     set_parsing_settings(
         omegaconf_absolute_to_relative_paths=True, docstring_parse_attribute_docstrings=True
     )
@@ -251,14 +193,15 @@ def main(args: list[str] | None = None, run: bool = True) -> DFlashCLI:
         logging.getLogger(name).addFilter(lambda record: "Tip:" not in str(record.msg))
     huggingface.disable_progress_bar()
     try:
-        return DFlashCLI(
+        return made(
             DFlashModule,
             DFlashDataModule,
-            args=with_bases(sys.argv[1:] if args is None else args),
+            args=with_bases(words),
             run=run,
             trainer_class=Trainer,
             seed_everything_default=0,
             save_config_callback=RunRecord,
+            save_config_kwargs={"command": words, "workers": workers},
             trainer_defaults=dict(TRAINER_DEFAULTS),
             auto_configure_optimizers=False,
             parser_class=Parser,

@@ -12,8 +12,13 @@ from jsonargparse import ArgumentParser, auto_cli
 
 from dflash_lightning.errors import UserError
 
-COMMANDS = {"generate": "Decode prompts with a trained drafter, streaming what the target commits."}
-"""Name -> what it does. The command is the function of that name in the module of that name."""
+COMMANDS = {
+    "generate": "Decode prompts with a trained drafter, streaming what the target commits.",
+    "sweep": "Train every cell of a space, or search it: trials of an Optuna study.",
+}
+"""Name -> what it does. The command is the function of that name in the module of that name, or
+that module's `run_args`, which reads its flags itself.
+"""
 
 PROG = "python -m dflash_lightning"
 
@@ -28,7 +33,10 @@ class Parser(ArgumentParser):
 
 def run_command(name: str, args: list[str]) -> Any:
     """Run the plain command `name` with its flags and return what it returns."""
-    function = getattr(import_module(f"dflash_lightning.{name}"), name)
+    module = import_module(f"dflash_lightning.{name}")
+    if hasattr(module, "run_args"):
+        return module.run_args(args)
+    function = getattr(module, name)
     return auto_cli(
         function,
         args=spell_out(function, args),

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dflash_lightning.budget import schedule_of
 from dflash_lightning.checkpoints import check_checkpoint
 from dflash_lightning.data.blocks import Batch
 from dflash_lightning.data.datamodule import DFlashDataModule
@@ -58,7 +59,7 @@ class DFlashModule(pl.LightningModule):
         intermediate_size: Width of the drafter's MLP; null takes the target's.
         lr: Peak learning rate of AdamW.
         weight_decay: Decay of matrices; norms never decay.
-        warmup_ratio: Share of the steps over which the rate rises linearly; it then falls as a
+        warmup_ratio: Share of the run over which the rate rises linearly; it then falls as a
             cosine to 0.
         attention: How training blocks attend: auto (flex on CUDA, chunked elsewhere), dense,
             chunked or flex.
@@ -268,14 +269,9 @@ class DFlashModule(pl.LightningModule):
     # ---- optimizer -------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """AdamW on the drafter; linear warm-up, then a cosine to 0 over the run's steps."""
-        return adamw_with_cosine(
-            self.drafter,
-            self.lr,
-            self.weight_decay,
-            self.warmup_ratio,
-            self.trainer.estimated_stepping_batches,
-        )
+        """AdamW on the drafter; linear warm-up, then a cosine to 0 over the run."""
+        schedule = schedule_of(self.trainer, self.warmup_ratio)
+        return adamw_with_cosine(self.drafter, self.lr, self.weight_decay, schedule)
 
     # ---- checkpoints -----------------------------------------------------------------------------
 

@@ -6,13 +6,12 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import get_cosine_schedule_with_warmup
 
-from dflash_lightning.errors import UserError
+from dflash_lightning.budget import Schedule
 
 
 def adamw_with_cosine(
-    model: nn.Module, lr: float, weight_decay: float, warmup_ratio: float, steps: float
+    model: nn.Module, lr: float, weight_decay: float, schedule: Schedule
 ) -> OptimizerLRSchedulerConfig:
     """Return AdamW over the trainable parameters with linear warm-up and a cosine to 0, by step.
 
@@ -20,14 +19,8 @@ def adamw_with_cosine(
         model: Its matrices decay, its norms never do.
         lr: Peak learning rate.
         weight_decay: Decay of matrices.
-        warmup_ratio: Share of the steps over which the rate rises.
-        steps: Optimizer steps of the whole run.
-
-    Raises:
-        UserError: The run has no end.
+        schedule: How far a run is after so many steps.
     """
-    if math.isinf(steps):
-        raise UserError("trainer.max_epochs: the cosine needs an end; set it or trainer.max_steps")
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
@@ -37,10 +30,21 @@ def adamw_with_cosine(
     # Lightning would refuse to clip: it takes every fused optimizer for one that unscales gradients
     # itself. This one is never given a scale.
     optimizer._step_supports_amp_scaling = False
-    schedule: LambdaLR = get_cosine_schedule_with_warmup(
-        optimizer, round(warmup_ratio * steps), int(steps)
-    )
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+    rates = LambdaLR(optimizer, lambda step: warmup_cosine(schedule, step))
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rates, "interval": "step"}}
+
+
+def warmup_cosine(schedule: Schedule, step: int) -> float:
+    """Return the rate after a number of steps, as a share of its peak: a line up, a cosine to 0.
+
+    >>> [round(warmup_cosine(Schedule(6, 2, float), n), 2) for n in range(8)]
+    [0.0, 0.5, 1.0, 0.85, 0.5, 0.15, 0.0, 0.0]
+    """
+    done = schedule.done(step)
+    if done < schedule.warmup:
+        return done / schedule.warmup
+    share = (done - schedule.warmup) / max(schedule.total - schedule.warmup, 1e-9)
+    return 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
 
 
 def scale_gradients(model: nn.Module, scale: Tensor) -> None:

@@ -11,6 +11,7 @@ ROOMS = [
     "target",
     "data",
     "drafter",
+    "flops",
     "slot_losses",
     "position_weights",
     "losses",
@@ -19,6 +20,7 @@ ROOMS = [
     "decoding",
     "initialisation",
     "checkpoints",
+    "budget",
     "optimizer",
     "stopwatch",
     "module",
@@ -31,8 +33,11 @@ ROOMS = [
     "generate",
     "commands",
     "run_names",
+    "run_record",
     "configs",
     "cli",
+    "sweeps",
+    "sweep",
     "__main__",
 ]
 """Data flows one way: a module imports only from its own room and from rooms above it."""

@@ -1,0 +1,47 @@
+"""The command `sweep`: a space in YAML, trained cell by cell and compared.
+
+python -m dflash_lightning sweep -c sweeps/depth.yaml
+"""
+
+import importlib.util
+import sys
+import warnings
+from importlib import import_module
+from pathlib import Path
+
+from optuna.exceptions import ExperimentalWarning
+
+from dflash_lightning.sweeps.locks import Presence, locked
+from dflash_lightning.sweeps.spec import Spec, read_spec
+
+
+def run_args(args: list[str]) -> None:
+    """Run a sweep as its flags say."""
+    warnings.filterwarnings("ignore", category=ExperimentalWarning)
+    sweep(read_spec(args))
+
+
+def sweep(spec: Spec) -> None:
+    """Train what the study lacks, then write its report.
+
+    Raises:
+        UserError: The sweep makes no sense, or the study is another's; nothing was trained.
+        KeyboardInterrupt: Ctrl-C; the running trial was given back.
+    """
+    from dflash_lightning.sweeps.worker import Worker, conclude
+
+    warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
+    with Presence(spec.folder.parent / ".workers") as presence:
+        worker = Worker(spec, presence)
+        all_ended = worker.work()
+    for line in conclude(worker):
+        sys.stdout.write(line + "\n")
+    if all_ended:
+        with locked(spec.folder / "lock"):
+            report(spec.folder)
+
+
+def report(folder: Path) -> None:
+    """Write a study's report, where the package has one."""
+    if importlib.util.find_spec("dflash_lightning.report") is not None:
+        import_module("dflash_lightning.report").report(folder)

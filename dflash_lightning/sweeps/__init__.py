@@ -1,0 +1,1 @@
+"""A space in YAML -> an Optuna study whose trials are command lines."""

@@ -1,0 +1,290 @@
+"""A worker: takes trials of a study one after the other until none is left."""
+
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from threading import Event, Thread
+
+import torch
+import yaml
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.trial import FrozenTrial, TrialState
+
+from dflash_lightning.data.files import write_whole
+from dflash_lightning.errors import UserError
+from dflash_lightning.run_record import config_hash
+from dflash_lightning.sweeps.cells import (
+    Cell,
+    command,
+    full_name,
+    pasteable,
+    run_names,
+)
+from dflash_lightning.sweeps.live import View, duration, shown
+from dflash_lightning.sweeps.locks import Presence, locked
+from dflash_lightning.sweeps.parsing import Meaning, check_cells, meaning
+from dflash_lightning.sweeps.spec import EXPERIMENT, Spec
+from dflash_lightning.sweeps.study import (
+    HEARTBEAT_S,
+    INTERRUPTED,
+    KILLED,
+    Trials,
+    seed_of,
+)
+from dflash_lightning.sweeps.trial import (
+    Outcome,
+    Watch,
+    copy_run,
+    find_finished,
+    record,
+    train,
+)
+
+REFRESH_S = 1.0
+
+
+class Worker:
+    """Trains trials of a sweep's study in this process.
+
+    Args:
+        spec: The sweep.
+        presence: This process's sign of life.
+    """
+
+    def __init__(self, spec: Spec, presence: Presence) -> None:
+        self.spec, self.presence = spec, presence
+        self.threads = torch.get_num_threads()
+        checked = check_cells(spec)
+        self.names = _names(spec, checked)
+        identities = _identities(spec)
+        with self._lock():
+            self.trials = Trials(spec, identities)
+            text = yaml.safe_dump(spec.plain, sort_keys=False)
+            write_whole(spec.folder / "sweep.yaml", text.encode())
+            self._reclaim()
+            if spec.exhaustive:
+                self.trials.add_missing(cell for cell, _ in checked)
+        self.view = View(self.trials)
+        self._warned = False
+
+    def work(self) -> bool:
+        """Take trials until none waits; return whether all of the study's have ended."""
+        with self.view:
+            for line in notes(self.spec):
+                self.view.say(line)
+            while (trial := self._next()) is not None:
+                self._run(trial)
+        return not self.trials.wanted(TrialState.WAITING) and not self.trials.wanted(
+            TrialState.RUNNING
+        )
+
+    def _lock(self) -> AbstractContextManager[None]:
+        return locked(self.spec.folder / "lock")
+
+    def _next(self) -> FrozenTrial | None:
+        with self._lock():
+            self._reclaim()
+            worker = dict(self.presence.identity)
+            trial = self.trials.claim(worker)
+            if trial is None and not self.spec.exhaustive:
+                trial = self.trials.ask(worker)
+            return trial
+
+    def _reclaim(self) -> None:
+        """Add the trials of killed workers again, and remove what is left of their runs."""
+        for trial in self.trials.dead():
+            run = trial.user_attrs.get("run")
+            if self.trials.give_back(trial, KILLED) and run is not None:
+                _remove_unfinished(self.spec.folder / run)
+
+    def _run(self, trial: FrozenTrial) -> None:
+        """Train a trial and tell the study; give it back if this process is told to end."""
+        began = time.monotonic()
+        try:
+            with self._beating(trial) as watch:
+                outcome = self._outcome(trial, watch)
+            self._tell(trial, outcome, time.monotonic() - began)
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            run = self.trials.storage.get_trial(trial._trial_id).user_attrs.get("run")
+            if self.trials.give_back(trial, INTERRUPTED) and run is not None:
+                _remove_unfinished(self.spec.folder / run)
+            self.view.event(trial, "interrupted and given back; start the same command to go on")
+            raise
+
+    def _outcome(self, trial: FrozenTrial, watch: Watch) -> Outcome:
+        cell, seed = self.trials.cell(trial), seed_of(trial)
+        try:
+            read = meaning(command(self.spec, cell, seed, "run"))
+        except UserError as error:
+            return Outcome({}, str(error))
+        run = f"{self._name(cell, read)}-s{seed}"
+        words, folder = command(self.spec, cell, seed, run), self.spec.folder / run
+        self.trials.sign(trial, run=run, command=pasteable(words))
+        outcome = self._copied(folder, read)
+        if outcome is None:
+            workers = self._share_threads()
+            shutil.rmtree(folder, ignore_errors=True)
+            self.view.event(trial, "starts")
+            outcome = train(words, folder, watch, workers)
+        return self._recorded(trial, folder, outcome)
+
+    def _name(self, cell: Cell, read: Meaning) -> str:
+        known = self.names.get(repr(cell)) if self.spec.exhaustive else None
+        return known or full_name(read.name, cell)
+
+    def _copied(self, folder: Path, read: Meaning) -> Outcome | None:
+        """Return what a finished run of the same configuration showed, with its files here."""
+        found = find_finished(self.spec.folder.parent, read.identity)
+        if found is None or not set(self.spec.metrics) <= set(found[1]):
+            return None
+        if found[0].resolve() == folder.resolve():
+            return Outcome(found[1])
+        copy_run(found[0], folder)
+        return Outcome(found[1], copied_from=str(found[0]))
+
+    def _recorded(self, trial: FrozenTrial, folder: Path, outcome: Outcome) -> Outcome:
+        """Write trial.json of a trial that has its values; say why another has none."""
+        if outcome.reason is not None:
+            return outcome
+        lacking = [metric for metric in self.spec.metrics if metric not in outcome.metrics]
+        if lacking:
+            return Outcome({}, f"the run gave no finite {', '.join(lacking)}")
+        record(
+            folder,
+            study=self.spec.name,
+            trial=trial.number,
+            cell=self.trials.cell(trial),
+            seed=seed_of(trial),
+            values={metric: outcome.metrics[metric] for metric in self.spec.metrics},
+            metrics=outcome.metrics,
+            copied_from=outcome.copied_from,
+        )
+        return outcome
+
+    def _tell(self, trial: FrozenTrial, outcome: Outcome, spent: float) -> None:
+        if outcome.reason is not None and not outcome.pruned:
+            self.trials.fail(trial, outcome.reason)
+            self.view.event(trial, f"failed: {outcome.reason}")
+            return
+        if outcome.copied_from is not None:
+            self.trials.sign(trial, copied_from=outcome.copied_from)
+        values = [outcome.metrics[m] for m in self.spec.metrics] if not outcome.pruned else None
+        if not self.trials.end(trial, values):
+            self.view.event(trial, "was taken for dead and given to another worker")
+            return
+        shown_values = " ".join(
+            f"{metric}={value:.3f}"
+            for metric, value in zip(self.spec.metrics, values or [], strict=False)
+        )
+        how = f"copied from {outcome.copied_from}" if outcome.copied_from else duration(spent)
+        self.view.event(
+            trial, f"pruned: {outcome.reason}" if outcome.pruned else f"{shown_values} ({how})"
+        )
+
+    def _share_threads(self) -> int:
+        """Take this worker's share of the machine's threads; return how many workers live."""
+        workers = self.presence.alive()
+        torch.set_num_threads(max(1, self.threads // workers))
+        if workers > 1 and not self._warned:
+            self._warned = True
+            self.view.say(
+                f"{workers} workers train on this machine: speeds measured now are void as speeds"
+            )
+        return workers
+
+    @contextmanager
+    def _beating(self, trial: FrozenTrial) -> Iterator[Watch]:
+        """Show progress and sign the trial now and then, from another thread."""
+        prune = self._hopeless(trial) if self.spec.pruner is not None else None
+        watch = Watch(None if prune is None else self.spec.monitor, prune)
+        over = Event()
+
+        def beat() -> None:
+            last = time.monotonic()
+            while not over.wait(REFRESH_S):
+                self.view.progress[trial.number] = watch.progress
+                if time.monotonic() - last > HEARTBEAT_S:
+                    last = time.monotonic()
+                    try:
+                        progress = round(watch.progress, 3)
+                        self.trials.sign(trial, heartbeat=time.time(), progress=progress)
+                    except UpdateFinishedTrialError:
+                        return
+                self.view.refresh()
+
+        thread = Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield watch
+        finally:
+            over.set()
+            thread.join()
+            self.view.progress.pop(trial.number, None)
+
+    def _hopeless(self, trial: FrozenTrial) -> Callable[[int, float], bool]:
+        storage, number = self.trials.storage, trial._trial_id
+        pruner = self.spec.pruner
+        assert pruner is not None
+
+        def hopeless(step: int, value: float) -> bool:
+            storage.set_trial_intermediate_value(number, step, value)
+            return pruner.prune(self.trials.study, storage.get_trial(number))
+
+        return hopeless
+
+
+def notes(spec: Spec) -> list[str]:
+    """Return what should be known before a sweep: one line each."""
+    only_length = all(m.endswith(("accept_len", "accept_len_per_prompt")) for m in spec.metrics)
+    if only_length and "model.num_layers" in spec.space:
+        return [
+            "note: accept length alone always picks the deepest drafter; what depth costs shows in "
+            "decode/speedup or decode/draft_ms"
+        ]
+    return []
+
+
+def conclude(worker: Worker) -> list[str]:
+    """Return what is to be said when a worker has nothing left to do."""
+    found = shown(worker.trials)
+    counts = {
+        name: sum(trial.state == state for trial in found)
+        for name, state in (
+            ("done", TrialState.COMPLETE),
+            ("pruned", TrialState.PRUNED),
+            ("failed", TrialState.FAIL),
+            ("running in other workers", TrialState.RUNNING),
+        )
+    }
+    said = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    lines = [f"{worker.spec.name}: {said or 'no trials'}, in {worker.spec.folder}"]
+    if counts["failed"]:
+        lines.append("failed ones are trained again with --retry_failed")
+    return lines
+
+
+def _names(spec: Spec, checked: Sequence[tuple[Cell, Meaning]]) -> dict[str, str]:
+    cells = [cell for cell, _ in checked]
+    names = run_names([read.name for _, read in checked], cells)
+    return {repr(cell): name for cell, name in zip(cells, names, strict=True)}
+
+
+def _identities(spec: Spec) -> dict[str, str]:
+    """Return what each experiment trains but for the space."""
+    found = {}
+    for label in spec.experiments:
+        try:
+            read = meaning(command(spec, {EXPERIMENT: label}, 0, "run"))
+        except UserError as error:
+            raise UserError(f"experiments: {label}: {error}") from error
+        found[label] = config_hash(read.config, package="")
+    return found
+
+
+def _remove_unfinished(folder: Path) -> None:
+    if not (folder / "trial.json").is_file():
+        shutil.rmtree(folder, ignore_errors=True)
