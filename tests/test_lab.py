@@ -33,13 +33,15 @@ def last_of_log() -> dict[str, float]:
         return {key: float(value) for key, value in list(csv.DictReader(stream))[-1].items()}
 
 
-def held_out_loss(target: Target, characters: int = 12000) -> tuple[float, float]:
+def held_out_loss(target: Target, characters: int = 6000) -> tuple[float, float]:
     """Return nats a token and bits a byte of the first characters of each validation file."""
     assert target.tokenizer is not None
     nats, tokens, size = 0.0, 0, 0
     for file in stdlib_files("val"):
         text = source_text(file)[:characters]
-        ids = target.tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids[0]
+        ids = torch.tensor(
+            target.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        )
         for row in ids.split(512):
             if len(row) > 1:
                 logits = target.forward(row[None], logits_to_keep=0, tap=False).logits[0, :-1]
@@ -69,9 +71,9 @@ def test_its_tokenizer_gives_back_what_it_took(target: Target) -> None:
     for text in (
         *(source_text(file) for file in stdlib_files("val")),
         "tabs\t\tand  spaces \n\n\n  at ends  ",
-        "naïve – ∑ 漢字 🙂\r\n",
+        "na\u00efve \u2211 \u6f22\u5b57 \U0001f642\r\n",
     ):
-        ids = target.tokenizer(text, add_special_tokens=False).input_ids
+        ids = target.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         assert target.text(ids) == text
         assert not {0, 1, 2, 3} & set(ids)
 
@@ -88,8 +90,8 @@ def test_its_loss_on_held_out_files_is_the_logged_one(target: Target) -> None:
     """The log's is over all held-out files, these are some of them, on this Python version."""
     logged = last_of_log()
     nats, bits = held_out_loss(target)
-    assert abs(nats - logged["val_nats_per_token"]) < 0.4
-    assert abs(bits - logged["val_bits_per_byte"]) < 0.25
+    assert abs(nats - logged["val_nats_per_token"]) < 0.3
+    assert abs(bits - logged["val_bits_per_byte"]) < 0.2
 
 
 def fit(folder: Path, steps: int, *flags: str) -> Path:
@@ -125,10 +127,7 @@ SHORT = (
 )
 
 
-def test_a_briefly_trained_pair_is_lossless(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
+def test_a_briefly_trained_pair_is_lossless(tmp_path: Path) -> None:
     run = fit(tmp_path, 3, *SHORT)
     report = json.loads((run / "decode_val.json").read_text())
     assert report["prompts"] == 2
