@@ -43,7 +43,8 @@ def target_folder(name: str, revision: str | None, cache_dir: Path) -> Path:
             raise UserError(f"model.target.name: folder {name} has no config.json")
         return path
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
-        raise UserError(f"model.target.name: no such folder: {name}")
+        lab = "; the lab's target is a folder of the checkout: run there" if "/lab" in name else ""
+        raise UserError(f"model.target.name: no such folder: {name}{lab}")
     return _hub_snapshot(name, revision)
 
 

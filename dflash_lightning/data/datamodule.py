@@ -28,6 +28,7 @@ from dflash_lightning.data.prompts import SPLITS, PromptSource, Split
 from dflash_lightning.data.sample_store import SampleStore, TokenLists
 from dflash_lightning.data.server import ServerAnswers as ServerAnswers
 from dflash_lightning.data.sources import WordProblems
+from dflash_lightning.data.stdlib import StdlibPrompts as StdlibPrompts
 from dflash_lightning.data.summary import Summary
 from dflash_lightning.errors import UserError
 from dflash_lightning.target import Target, load_target

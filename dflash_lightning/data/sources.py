@@ -49,7 +49,7 @@ class WordProblems(PromptSource):
 
     def fingerprint(self) -> str:
         """Return the arguments and a hash of the templates."""
-        return _identity(self, hashlib.sha256("\n".join(load_templates()).encode()).hexdigest())
+        return identity(self, hashlib.sha256("\n".join(load_templates()).encode()).hexdigest())
 
 
 @dataclass
@@ -91,7 +91,7 @@ class ReasoningGymPrompts(PromptSource):
 
     def fingerprint(self) -> str:
         """Return the arguments and the version of reasoning-gym."""
-        return _identity(self, str(getattr(_reasoning_gym(), "__version__", "")))
+        return identity(self, str(getattr(_reasoning_gym(), "__version__", "")))
 
     def _draw(self, split: Split, taken: set[int]) -> Iterator[Prompt]:
         """Yield the split's questions that are not in `taken`, and add them to it."""
@@ -160,7 +160,7 @@ class _SplitFiles(PromptSource):
         files = [Path(part).expanduser() for part in self._parts().values()]
         if not all(file.is_file() for file in files):
             return None
-        return _identity(self, *(_state(file) for file in files))
+        return identity(self, *(_state(file) for file in files))
 
     @abstractmethod
     def _rows(self, part: str) -> Iterator[Row]:
@@ -242,7 +242,7 @@ class HuggingFacePrompts(_SplitFiles):
         """Return the arguments, and size and time of change of the files behind the data set."""
         parts = self._parts().values()
         files = [Path(f["filename"]) for part in parts for f in self._open(part).cache_files]
-        return _identity(self, *(_state(file) for file in files)) if files else None
+        return identity(self, *(_state(file) for file in files)) if files else None
 
     def _rows(self, part: str) -> Iterator[Row]:
         from dflash_lightning.data.hub import our_columns
@@ -275,7 +275,8 @@ def _reasoning_gym() -> Any:
     return reasoning_gym
 
 
-def _identity(source: Any, *more: Any) -> str:
+def identity(source: Any, *more: Any) -> str:
+    """Return the class of a source, its arguments and what else it is known by."""
     return json.dumps([type(source).__qualname__, asdict(source), *more], sort_keys=True)
 
 

@@ -1,0 +1,145 @@
+"""The lab's target as it is committed, and a drafter trained for it."""
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from reference import decode_plain, speculate
+
+from dflash_lightning.cli import main
+from dflash_lightning.data.samples import prompt_ids
+from dflash_lightning.data.stdlib import StdlibPrompts, source_text, stdlib_files
+from dflash_lightning.decoding.proposer import DrafterProposer, decoding_copy
+from dflash_lightning.runs import load_run
+from dflash_lightning.target import Target, load_target
+from dflash_lightning.target_spec import TargetConfig, inspect_target
+
+ROOT = Path(__file__).parent.parent
+LAB = ROOT / "experiments" / "lab"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """The committed target in float32."""
+    config = TargetConfig(name=str(LAB), dtype="float32")
+    return load_target(inspect_target(config, tmp_path_factory.mktemp("cache")))
+
+
+def last_of_log() -> dict[str, float]:
+    with (LAB / "log.csv").open() as stream:
+        return {key: float(value) for key, value in list(csv.DictReader(stream))[-1].items()}
+
+
+def held_out_loss(target: Target, characters: int = 6000) -> tuple[float, float]:
+    """Return nats a token and bits a byte of the first characters of each validation file."""
+    assert target.tokenizer is not None
+    nats, tokens, size = 0.0, 0, 0
+    for file in stdlib_files("val"):
+        text = source_text(file)[:characters]
+        ids = torch.tensor(
+            target.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        )
+        for row in ids.split(512):
+            if len(row) > 1:
+                logits = target.forward(row[None], logits_to_keep=0, tap=False).logits[0, :-1]
+                nats += float(torch.nn.functional.cross_entropy(logits, row[1:], reduction="sum"))
+                tokens += len(row) - 1
+                size += len(target.text(row[1:]).encode())
+    return nats / tokens, nats / size / math.log(2)
+
+
+def test_what_is_committed_is_small_and_whole() -> None:
+    assert sum(file.stat().st_size for file in LAB.iterdir() if file.is_file()) < 12_000_000
+    training = json.loads((LAB / "training.json").read_text())
+    assert {"argv", "python", "torch", "transformers", "tokenizers", "corpus"} <= set(training)
+    assert last_of_log()["tokens"] > 3e6
+
+
+def test_it_has_room_for_five_taps_and_a_mask_row_that_no_text_uses(target: Target) -> None:
+    assert target.config.num_hidden_layers == 10
+    assert target.target_layer_ids == [1, 2, 4, 6, 7]
+    assert target.mask_token_id == 3
+    assert target.stop_ids == {2}
+    assert 3e6 < sum(p.numel() for p in target.model.parameters()) < 6e6
+
+
+def test_its_tokenizer_gives_back_what_it_took(target: Target) -> None:
+    assert target.tokenizer is not None
+    for text in (
+        *(source_text(file) for file in stdlib_files("val")),
+        "tabs\t\tand  spaces \n\n\n  at ends  ",
+        "na\u00efve \u2211 \u6f22\u5b57 \U0001f642\r\n",
+    ):
+        ids = target.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        assert target.text(ids) == text
+        assert not {0, 1, 2, 3} & set(ids)
+
+
+def test_its_template_adds_nothing_before_an_answer_and_ends_it(target: Target) -> None:
+    assert target.tokenizer is not None
+    asked, said = {"role": "user", "content": "x = 1"}, {"role": "assistant", "content": "\ny = 2"}
+    assert target.text(prompt_ids(target.tokenizer, [asked])) == "x = 1"
+    whole = target.tokenizer.apply_chat_template([asked, said], tokenize=False)
+    assert whole == "x = 1\ny = 2<eos>"
+
+
+def test_its_loss_on_held_out_files_is_the_logged_one(target: Target) -> None:
+    """The log's is over all held-out files, these are some of them, on this Python version."""
+    logged = last_of_log()
+    nats, bits = held_out_loss(target)
+    assert abs(nats - logged["val_nats_per_token"]) < 0.3
+    assert abs(bits - logged["val_bits_per_byte"]) < 0.2
+
+
+def fit(folder: Path, steps: int, *flags: str) -> Path:
+    """Train a drafter on the shipped experiment cut short; returns its run's folder."""
+    main(
+        [
+            *("fit", "-c", str(ROOT / "experiments" / "lab.yaml")),
+            *("--model.target.name", str(LAB), "--data.cache_dir", str(folder / "cache")),
+            *("--trainer.default_root_dir", str(folder / "runs"), "--trainer.accelerator", "cpu"),
+            *("--trainer.enable_progress_bar", "false", "--trainer.max_steps", str(steps)),
+            *("--trainer.val_check_interval", str(steps), *flags),
+        ]
+    )
+    return next((folder / "runs").glob("*/version_0"))
+
+
+def outputs_are_the_targets_own(run: Path, cache: Path, count: int, tokens: int) -> None:
+    """In float32 the pair's greedy output is plain decoding's, whatever is accepted."""
+    target, drafter = load_run(run, cache)
+    target.model.float()
+    assert target.tokenizer is not None
+    proposer = DrafterProposer(decoding_copy(drafter, torch.float32), target)
+    for prompt in list(StdlibPrompts(64, 64, 64).stream("test"))[:count]:
+        ids = torch.tensor(prompt_ids(target.tokenizer, prompt.messages[:1]))
+        expected = decode_plain(target, ids, tokens).tokens
+        assert speculate(target, proposer, ids, tokens).tokens == expected
+
+
+SHORT = (
+    *("--data.prompts.num_train", "32", "--data.prompts.num_val", "4"),
+    *("--data.prompts.num_test", "4", "--data.max_new_tokens", "32", "--model.num_layers", "1"),
+    *("--decode.final_prompts", "2", "--decode.max_new_tokens", "12"),
+)
+
+
+def test_a_briefly_trained_pair_is_lossless(tmp_path: Path) -> None:
+    run = fit(tmp_path, 3, *SHORT)
+    report = json.loads((run / "decode_val.json").read_text())
+    assert report["prompts"] == 2
+    outputs_are_the_targets_own(run, tmp_path / "cache", 2, 24)
+
+
+@pytest.mark.slow
+def test_a_minute_of_training_is_seen_in_the_accept_length(tmp_path: Path) -> None:
+    """An untrained drafter has 1.0; one depth is enough to see that training works."""
+    few = ("--data.prompts.num_train", "512", "--model.num_layers", "1")
+    run = fit(tmp_path, 300, *few, "--decode.final_prompts", "16")
+    report = json.loads((run / "decode_val.json").read_text())
+    assert report["accept_len"] > 1.3
+    assert all(d["logit_gap"] <= 0.5 for d in report["divergences"])
+    outputs_are_the_targets_own(run, tmp_path / "cache", 3, 48)
