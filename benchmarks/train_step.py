@@ -371,7 +371,10 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
     """Return FLOP/s of the fastest of some matmuls of shapes like a step's."""
     best = 0.0
     for m, n, k in ((1024, 1536, 576), (1024, 4096, 1024), (2048, 2048, 2048)):
-        a, b = torch.randn(m, k, device=device).to(dtype), torch.randn(n, k, device=device).to(dtype)
+        a, b = (
+            torch.randn(m, k, device=device).to(dtype),
+            torch.randn(n, k, device=device).to(dtype),
+        )
         for _ in range(6):
             best = max(best, 2 * m * n * k / timed(lambda a=a, b=b: a @ b.T, device))
     return best
