@@ -7,13 +7,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 GROUP = 256
+TINY = 1e-30
 
 
 def cross_entropy(logits: Tensor, rows: Tensor) -> Tensor:
     """Return `-log softmax(logits)[row]` `[m]` of logits `[m, V]` and rows `[m]`, in nats.
 
-    As torch's, of which the backward pass takes about twice as long on CPU.
+    As torch's, which on CPU takes the exponential of everything twice.
     """
+    if logits.device.type != "cpu":
+        return torch.nn.functional.cross_entropy(logits, rows, reduction="none")
     found: Tensor = _CrossEntropy.apply(logits, rows)
     return found
 
@@ -48,11 +51,12 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, rows: Tensor) -> Tensor:
         at = rows[:, None]
         probabilities = logits.softmax(dim=-1)
-        # the largest logit's probability is 1 / sum(exp(logits - largest))
-        largest, its = logits.amax(dim=-1), probabilities.amax(dim=-1)
         ctx.save_for_backward(probabilities, at)
-        found: Tensor = largest - its.log() - logits.gather(1, at)[:, 0]
-        return found
+        said = probabilities.gather(1, at)[:, 0]
+        if bool((said < TINY).any()):  # its logarithm is as good as none
+            total = logits.logsumexp(dim=-1)
+            return torch.where(said < TINY, total - logits.gather(1, at)[:, 0], -said.log())
+        return -said.log()
 
     @staticmethod
     @once_differentiable
