@@ -36,6 +36,7 @@ from dflash_lightning.drafter.config import drafter_config
 from dflash_lightning.drafter.model import Drafter
 from dflash_lightning.drafter.rope import rotate, rotation
 from dflash_lightning.drafter.training import training_hidden
+from dflash_lightning.memory import keep_freed_memory
 from dflash_lightning.objective import Objective
 from dflash_lightning.optimizer import adamw_with_cosine
 from dflash_lightning.position_weights import ExpWeights
@@ -86,16 +87,17 @@ def main(
         length, anchors, block_size, layers, hidden_size, target_vocab = 48, 8, 4, 2, 192, 512
         vocab = None if vocab is None else 128
     torch.manual_seed(0)
+    keep_freed_memory()
     place = torch.device(device)
     sizes = hidden_size, target_vocab, layers, block_size
     small = bench(*sizes, vocab, "float32", place, min(length, 256), min(anchors, 32), loss_chunk)
     difference = compare(small)
     del small
     work = bench(*sizes, vocab, dtype, place, length, anchors, loss_chunk)
-    steps = {"ours": work.ours, "reference": work.reference}
+    losses = {"ours": work.ours, "reference": work.reference}
     if only is not None:
-        steps = {only: steps[only]}
-    steps = {name: work.step(loss) for name, loss in steps.items()}
+        losses = {only: losses[only]}
+    steps = {name: work.step(loss) for name, loss in losses.items()}
     for step in steps.values():
         step()
     if profile:
@@ -107,7 +109,10 @@ def main(
         for name, step in steps.items():
             seconds[name].append(timed(step, place))
         peaks.append(matmul_peak(place, getattr(torch, dtype)))
-    memory = {name: peak_extra(step, place) for name, step in steps.items()}
+    memory = {}
+    for name, loss in losses.items():
+        work.step(loss, keep_gradients=True)()
+        memory[name] = peak_extra(work.step(loss, keep_gradients=True), place)
     times, peak = {name: median(found) for name, found in seconds.items()}, max(peaks)
     flops = useful_flops(work.drafter, work.batch, vocab or target_vocab)
     floor = sum(flops.values()) / peak
@@ -173,12 +178,12 @@ class Bench:
         value.backward()
         return value.detach()
 
-    def step(self, loss: Callable[[], Tensor]) -> Step:
+    def step(self, loss: Callable[[], Tensor], keep_gradients: bool = False) -> Step:
         def run() -> Tensor:
             value = self.backward(loss)
             nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
             self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=False)
+            self.optimizer.zero_grad(set_to_none=not keep_gradients)
             return value
 
         return run
@@ -211,7 +216,6 @@ def bench(
     )
     model = LlamaForCausalLM(config).to(device, getattr(torch, dtype))
     model.model.layers = nn.ModuleList()  # only its embedding and its head are used
-    target = Target.__new__(Target)
     made = drafter_config(
         config,
         num_layers=layers,

@@ -31,6 +31,7 @@ from dflash_lightning.evaluation import DecodingEvaluation, run_folder
 from dflash_lightning.module import DFlashModule
 from dflash_lightning.run_names import run_name
 from dflash_lightning.target_spec import TargetConfig
+from dflash_lightning.throughput import Throughput
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ class DFlashCLI(LightningCLI):
             return Trainer.__new__(Trainer)
         own = self._get(self.config_init, "trainer.callbacks") or []
         saved = self._get(self.config_init, "trainer.enable_checkpointing") is not False
-        callbacks: list[pl.Callback] = [PredictionWriter()]
+        callbacks: list[pl.Callback] = [PredictionWriter(), Throughput()]
         if saved and not any(isinstance(c, ModelCheckpoint) for c in own):
             callbacks.append(ModelCheckpoint(save_last=True))
         self.trainer_defaults["callbacks"] = callbacks

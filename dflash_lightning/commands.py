@@ -15,6 +15,15 @@ from dflash_lightning.errors import UserError
 COMMANDS = {"generate": "Decode prompts with a trained drafter, streaming what the target commits."}
 """Name -> what it does. The command is the function of that name in the module of that name."""
 
+OF_EXPERIMENTS = {
+    "prepare": "Make the data that fit needs: the target's answers, its states where stored.",
+    "fit": "Train a drafter; decode held-out prompts with it.",
+    "validate": "Score a checkpoint on the validation split and decode its prompts.",
+    "test": "Score a checkpoint on the test split and decode its prompts.",
+    "predict": "Decode the test prompts into a JSONL file.",
+}
+"""Name -> what it does; LightningCLI runs these."""
+
 PROG = "python -m dflash_lightning"
 
 
@@ -58,7 +67,23 @@ def spell_out(function: Callable[..., Any], args: list[str]) -> list[str]:
     return found
 
 
-def listing() -> str:
-    """Return the plain commands in the form of a help page's section."""
-    rows = [f"    {name:<20}{words}" for name, words in COMMANDS.items()]
-    return "\n".join(["plain commands (each has its own --help):", *rows, ""])
+def overview() -> str:
+    """Return the help page of the whole program, without importing what runs the commands."""
+
+    def rows(commands: dict[str, str]) -> list[str]:
+        return [f"    {name:<12}{words}" for name, words in commands.items()]
+
+    lines = [
+        f"usage: {PROG} COMMAND [-c EXPERIMENT.yaml] [--KEY VALUE ...]",
+        "",
+        "Train, decode and compare DFlash block-diffusion drafters.",
+        "",
+        "commands of an experiment (every key of its YAML is a flag):",
+        *rows(OF_EXPERIMENTS),
+        "",
+        "plain commands:",
+        *rows(COMMANDS),
+        "",
+        f"{PROG} COMMAND --help says more of each.",
+    ]
+    return "\n".join([*lines, ""])

@@ -7,7 +7,7 @@ accumulation window, over all ranks, so that grouping samples differently change
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -217,7 +217,7 @@ class _GradientInForward(torch.autograd.Function):
             sums, more = _with_gradient(work, states, part, counts, sought)
             found += sums
             if gradient is not None:
-                gradient[part.slots] = more.pop(0)
+                gradient[part.slots] = cast(Tensor, more.pop(0))
             for total, one in zip(slopes, more, strict=True):
                 if one is not None:
                     total += one

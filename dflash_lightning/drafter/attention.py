@@ -199,16 +199,19 @@ def _compiled_flex() -> Callable[..., Tensor]:
     return torch.compile(flex, dynamic=False)
 
 
+def attention_name(name: AttentionName, device: torch.device) -> AttentionName:
+    """Return what `auto` stands for: flex on CUDA, chunked elsewhere."""
+    return ("flex" if device.type == "cuda" else "chunked") if name == "auto" else name
+
+
 def training_attention(name: AttentionName, sight: Visibility) -> Attend:
-    """Return the attention of a training batch; `auto` is flex on CUDA, chunked elsewhere."""
-    if name == "auto":
-        name = "flex" if sight.anchors.is_cuda else "chunked"
+    """Return the attention of a training batch."""
     makers: dict[str, Callable[[Visibility], Attend]] = {
         "dense": dense_attention,
         "chunked": chunked_attention,
         "flex": flex_attention,
     }
-    return makers[name](sight)
+    return makers[attention_name(name, sight.anchors.device)](sight)
 
 
 def full_attention(
