@@ -63,4 +63,4 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
         probabilities, at = ctx.saved_tensors
         by_row = slope[:, None]
-        return (probabilities * by_row).scatter_add_(1, at, -by_row), None
+        return probabilities.mul_(by_row).scatter_add_(1, at, -by_row), None  # once only

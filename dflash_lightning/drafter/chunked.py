@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,11 @@ class _Attend(torch.autograd.Function):
             along = (slope.to(sums.dtype) * output).sum(dim=-1, keepdim=True)
             for chunk in ctx.chunks:
                 part = _Part(chunk, q, *keyed)
-                far, near = part.scores(ctx.hidden_slots)
-                total = part.take(sums)
-                far, near = far.sub_(total).exp_(), near.sub_(part.by_block(total)).exp_()
-                steep = part.take(slope), part.take(along)
-                part.backward(far, near, *steep, to_q, to_context, to_block)
+                far, near = part.scores(ctx.hidden_slots, minus=part.take(sums))
+                weights = far.exp_(), near.exp_()
+                part.backward(
+                    weights, part.take(slope), part.take(along), to_q, to_context, to_block
+                )
         return None, None, to_q, *(x.to(q.dtype) for x in to_context), *to_block
 
 
@@ -142,11 +143,15 @@ class _Part:
         """Return `[R, M or R*C, ., n] x [R*C, K, n] -> [R*C, G*K, K]`."""
         return (x if len(x) == len(keys) else self.by_block(x)) @ keys.mT
 
-    def scores(self, hidden_slots: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return scores `[R, M, s]` and `[R*C, G*K, K]`, -inf where nothing is seen."""
-        wide = _wide(self.q.dtype)
-        q = self.q.to(wide) * self.scale
-        far, near = self.far(q, self.k.to(wide)), self.near(q, self.k_own.to(wide))
+    def scores(
+        self, hidden_slots: Tensor | None, minus: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return scores `[R, M, s]` and `[R*C, G*K, K]`, -inf where nothing is seen.
+
+        Less `minus` `[R, M, 1]` a query, if it is given.
+        """
+        q = self.q.to(_wide(self.q.dtype)) * self.scale
+        far, near = self._products(q, self.k, self.k_own, minus)
         size, hidden = near.shape[-1], self.chunk.hidden[:, None, :, None]
         by_slot = far.unflatten(1, (self.blocks, near.shape[1] // size, size))
         by_slot = by_slot.unflatten(0, (hidden.shape[0], self.kv_heads))
@@ -157,35 +162,45 @@ class _Part:
 
     def backward(
         self,
-        far: Tensor,
-        near: Tensor,
+        weights: tuple[Tensor, Tensor],
         slope: Tensor,
         along: Tensor,
         to_q: Tensor,
         to_context: Sequence[Tensor],
         to_block: Sequence[Tensor],
     ) -> None:
-        """Add this chunk's gradients.
-
-        `far` and `near` are the weights, `along` is the sum of slope times output.
-        """
+        """Add this chunk's gradients; `along` is the sum of slope times output."""
+        far, near = weights
         wide, narrow = far.dtype, slope.dtype
-        steep = slope.to(wide)
-        far_slope = self.far(steep, self.v.to(wide)).sub_(along).mul_(far).mul_(self.scale)
-        near_slope = self.near(steep, self.v_own.to(wide)).sub_(self.by_block(along))
-        near_slope.mul_(near).mul_(self.scale)
+        far_slope, near_slope = self._products(slope.to(wide), self.v, self.v_own, along)
+        far_slope.mul_(far)
+        near_slope.mul_(near)
         far, near, far_slope, near_slope = (
             x.to(narrow) for x in (far, near, far_slope, near_slope)
         )
         to_queries = self.far(far_slope, self.k.mT).to(wide)
         to_queries += self.near(near_slope, self.k_own.mT).view(to_queries.shape)
-        self.put(to_q, to_queries)
-        for total, weights, x in ((to_context[0], far_slope, self.q), (to_context[1], far, slope)):
+        self.put(to_q, to_queries.mul_(self.scale))
+        q = self.q * self.scale
+        for total, by_pair, x in ((to_context[0], far_slope, q), (to_context[1], far, slope)):
             place = total[:, :, self.chunk.context]
-            place += (weights.mT @ x).view(place.shape)
-        for total, weights, x in ((to_block[0], near_slope, self.q), (to_block[1], near, slope)):
+            place += (by_pair.mT @ x).view(place.shape)
+        for total, by_pair, x in ((to_block[0], near_slope, q), (to_block[1], near, slope)):
             place = total[:, :, self.chunk.slots]
-            place.copy_((weights.mT @ self.by_block(x)).view(place.shape))
+            place.copy_((by_pair.mT @ self.by_block(x)).view(place.shape))
+
+    def _products(
+        self, x: Tensor, far: Tensor, near: Tensor, minus: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return `x @ far.T` and `x @ near.T`, less `minus`: one more column, no pass over them."""
+        far, near = far.to(x.dtype), near.to(x.dtype)
+        if minus is not None:
+            x, far, near = (
+                torch.cat([x, -minus], dim=-1),
+                pad(far, (0, 1), value=1.0),
+                pad(near, (0, 1), value=1.0),
+            )
+        return self.far(x, far), self.near(x, near)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
