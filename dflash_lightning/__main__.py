@@ -31,19 +31,16 @@ def run() -> int:
 
 
 def _dispatch(args: list[str]) -> None:
-    from dflash_lightning.commands import COMMANDS, listing, run_command
+    from dflash_lightning.commands import COMMANDS, overview, run_command
 
-    if args and args[0] in COMMANDS:
+    if args and args[0] in ("-h", "--help"):
+        sys.stdout.write(overview())
+    elif args and args[0] in COMMANDS:
         run_command(args[0], args[1:])
-        return
-    from dflash_lightning.cli import main
+    else:
+        from dflash_lightning.cli import main
 
-    try:
         main()
-    except SystemExit:
-        if args and args[0] in ("-h", "--help"):
-            sys.stdout.write("\n" + listing())
-        raise
 
 
 def _quieten() -> None:

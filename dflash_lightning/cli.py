@@ -32,6 +32,7 @@ from dflash_lightning.module import DFlashModule
 from dflash_lightning.run_names import run_name
 from dflash_lightning.run_record import RunRecord
 from dflash_lightning.target_spec import TargetConfig
+from dflash_lightning.throughput import Throughput
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ class DFlashCLI(LightningCLI):
             return Trainer.__new__(Trainer)
         own = self._get(self.config_init, "trainer.callbacks") or []
         saved = self._get(self.config_init, "trainer.enable_checkpointing") is not False
-        callbacks: list[pl.Callback] = [*self.more_callbacks, PredictionWriter()]
+        callbacks: list[pl.Callback] = [*self.more_callbacks, PredictionWriter(), Throughput()]
         if saved and not any(isinstance(c, ModelCheckpoint) for c in own):
             callbacks.append(ModelCheckpoint(save_last=True))
         self.trainer_defaults["callbacks"] = callbacks

@@ -22,6 +22,15 @@ COMMANDS = {
 that module's `run_args`, which reads its flags itself.
 """
 
+OF_EXPERIMENTS = {
+    "prepare": "Make the data that fit needs: the target's answers, its states where stored.",
+    "fit": "Train a drafter; decode held-out prompts with it.",
+    "validate": "Score a checkpoint on the validation split and decode its prompts.",
+    "test": "Score a checkpoint on the test split and decode its prompts.",
+    "predict": "Decode the test prompts into a JSONL file.",
+}
+"""Name -> what it does; LightningCLI runs these."""
+
 PROG = "python -m dflash_lightning"
 
 
@@ -92,7 +101,23 @@ def _with_lists(args: list[str], flags: set[str]) -> list[str]:
     return found[:-1]
 
 
-def listing() -> str:
-    """Return the plain commands in the form of a help page's section."""
-    rows = [f"    {name:<20}{words}" for name, words in COMMANDS.items()]
-    return "\n".join(["plain commands (each has its own --help):", *rows, ""])
+def overview() -> str:
+    """Return the help page of the whole program, without importing what runs the commands."""
+
+    def rows(commands: dict[str, str]) -> list[str]:
+        return [f"    {name:<12}{words}" for name, words in commands.items()]
+
+    lines = [
+        f"usage: {PROG} COMMAND [-c EXPERIMENT.yaml] [--KEY VALUE ...]",
+        "",
+        "Train, decode and compare DFlash block-diffusion drafters.",
+        "",
+        "commands of an experiment (every key of its YAML is a flag):",
+        *rows(OF_EXPERIMENTS),
+        "",
+        "plain commands:",
+        *rows(COMMANDS),
+        "",
+        f"{PROG} COMMAND --help says more of each.",
+    ]
+    return "\n".join([*lines, ""])

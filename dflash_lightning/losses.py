@@ -7,13 +7,13 @@ accumulation window, over all ranks, so that grouping samples differently change
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import cross_entropy
 
+from dflash_lightning.logits import argmax, cross_entropy
 from dflash_lightning.position_weights import PositionWeights, UniformWeights
 from dflash_lightning.slot_losses import DataToken, Labels, Loss, Wanted, slot_losses
 
@@ -22,6 +22,9 @@ Head = Callable[[Tensor, Tensor | None], Tensor]
 
 If it has `parameters()`, those that are trainable get their gradient.
 """
+
+PIECE = 1 << 20
+"""Logits that the loss takes at once on CPU: 4 MB, which two cores' second-level caches hold."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +98,9 @@ def chunked_loss(
         None if target is None else replace(target, places=target.places[at]),
     )
     parameters = [p for p in getattr(head, "parameters", list)() if p.requires_grad]
-    parts, with_gradient = _cut(blocks.sum(dim=-1).tolist(), chunk), torch.is_grad_enabled()
+    counts = blocks.sum(dim=-1).tolist()
     numerator, denominator, *of_slots = _GradientInForward.apply(
-        work, parts, with_gradient, hidden[at], *parameters
+        work, _cut(counts, chunk), counts, torch.is_grad_enabled(), hidden[at], *parameters
     )
     slot_loss, weights, predictions = (
         torch.full_like(label_mask, empty, dtype=x.dtype).masked_scatter(label_mask, x)
@@ -113,21 +116,23 @@ class _Part(NamedTuple):
     slots: slice
 
 
-def _cut(counts: Sequence[int], chunk: int) -> list[_Part]:
-    """Cut blocks of `counts` labelled slots into parts of at most `chunk`, or of one block.
+def _cut(counts: Sequence[int], most: int, within: _Part | None = None) -> list[_Part]:
+    """Cut blocks of `counts` labelled slots into parts of at most `most`, or of one block.
 
     >>> [(p.blocks.stop, p.slots.stop) for p in _cut([2, 0, 3, 1, 0], 4)]
     [(2, 2), (5, 6)]
     """
     parts: list[_Part] = []
-    first = start = stop = 0
-    for block, count in enumerate(counts):
-        if stop > start and stop + count - start > chunk:
+    block, stop = (within.blocks.start, within.slots.start) if within else (0, 0)
+    last = within.blocks.stop if within else len(counts)
+    first, start = block, stop
+    for block in range(first, last):
+        if stop > start and stop + counts[block] - start > most:
             parts.append(_Part(slice(first, block), slice(start, stop)))
             first, start = block, stop
-        stop += count
+        stop += counts[block]
     if stop > start:
-        parts.append(_Part(slice(first, len(counts)), slice(start, stop)))
+        parts.append(_Part(slice(first, last), slice(start, stop)))
     return parts
 
 
@@ -156,34 +161,34 @@ class _Work:
     context: Tensor | None
     target: TargetView | None
 
-    def sums(self, states: Tensor, part: _Part) -> _Sums:
-        """Return the loss of a part's slots with states `[m, H]`; the numerator has a graph."""
-        at = part.slots
-        logits = self.head(states, None if self.context is None else self.context[at])
-        logits = logits.to(torch.promote_types(states.dtype, torch.float32))
-        with torch.autocast(states.device.type, enabled=False):
-            wanted = self._wanted(at, logits.dtype)
-            losses, share = slot_losses(self.loss, logits, wanted)
-            weights = self._weights(part, logits.detach(), wanted.data)
-            numerator, denominator = (losses * weights).sum(), (share * weights).sum()
-        return _Sums(
-            numerator, denominator, losses.detach(), weights, logits.detach().argmax(dim=-1)
-        )
+    def logits(self, states: Tensor, part: _Part) -> Tensor:
+        """Return the logits `[m, Vd]` of a part's slots with states `[m, H]`."""
+        return self.head(states, None if self.context is None else self.context[part.slots])
 
-    def _wanted(self, at: slice, dtype: torch.dtype) -> Wanted:
-        data = Labels(self.labels.rows[at], self.labels.known[at])
+    def wanted(self, part: _Part) -> Wanted:
+        """Return what a part's slots should say; the target's logits in its head's dtype."""
+        data = Labels(self.labels.rows[part.slots], self.labels.known[part.slots])
         if self.target is None:
             return Wanted(data)
         with torch.no_grad():
-            argmax, logits = self.target.read(self.target.states[self.target.places[at]])
-        return Wanted(data, argmax, None if logits is None else logits.to(dtype))
+            return Wanted(
+                data, *self.target.read(self.target.states[self.target.places[part.slots]])
+            )
+
+    def sums(self, logits: Tensor, wanted: Wanted, part: _Part) -> _Sums:
+        """Return the loss of slots with logits `[m, Vd]`; the numerator has a graph."""
+        with torch.autocast(logits.device.type, enabled=False):
+            losses, share = slot_losses(self.loss, logits, wanted)
+            weights = self._weights(part, logits.detach(), wanted.data)
+            numerator, denominator = (losses * weights).sum(), (share * weights).sum()
+        return _Sums(numerator, denominator, losses.detach(), weights, argmax(logits.detach()))
 
     def _weights(self, part: _Part, logits: Tensor, data: Labels) -> Tensor:
         """Return the weights `[m]` of a part's slots."""
         labelled, probabilities = self.blocks[part.blocks], None
         at = self.at[0][part.slots] - part.blocks.start, self.at[1][part.slots]
         if self.position_weights.needs_probabilities:
-            said = torch.exp(-cross_entropy(logits, data.rows, reduction="none")) * data.known
+            said = torch.exp(-cross_entropy(logits, data.rows)) * data.known
             probabilities = torch.zeros_like(labelled, dtype=logits.dtype)
             probabilities[at] = said
         weights = self.position_weights(labelled, probabilities).to(logits.dtype)
@@ -196,6 +201,7 @@ class _GradientInForward(torch.autograd.Function):
         ctx: Any,
         work: _Work,
         parts: Sequence[_Part],
+        counts: Sequence[int],
         with_gradient: bool,
         hidden: Tensor,
         *parameters: Tensor,
@@ -204,16 +210,17 @@ class _GradientInForward(torch.autograd.Function):
         gradient = torch.zeros_like(hidden) if to_hidden else None
         learned = parameters if with_gradient else ()
         slopes = [torch.zeros_like(p, dtype=_wide(p.dtype)) for p in learned]
-        found = []
+        found: list[_Sums] = []
         for part in parts:
             states = hidden[part.slots].detach().requires_grad_(to_hidden)
-            sums, slope, *more = _with_gradient(work, states, part, learned)
-            if gradient is not None and slope is not None:
-                gradient[part.slots] = slope
+            sought = [states, *learned] if to_hidden else list(learned)
+            sums, more = _with_gradient(work, states, part, counts, sought)
+            found += sums
+            if gradient is not None:
+                gradient[part.slots] = cast(Tensor, more.pop(0))
             for total, one in zip(slopes, more, strict=True):
                 if one is not None:
                     total += one
-            found.append(sums)
         ctx.save_for_backward(gradient, *slopes)
         ctx.dtypes = [p.dtype for p in learned]
         return _joined(ctx, found, hidden)
@@ -227,27 +234,44 @@ class _GradientInForward(torch.autograd.Function):
             (slope * grad_numerator).to(dtype)
             for slope, dtype in zip(slopes, ctx.dtypes, strict=True)
         ]
-        return None, None, None, scaled, *to_parameters
+        return None, None, None, None, scaled, *to_parameters
 
 
 def _with_gradient(
-    work: _Work, states: Tensor, part: _Part, parameters: Sequence[Tensor]
-) -> tuple[Any, ...]:
-    """Return detached sums and the gradients to states and parameters; the logits end here."""
-    sought = [x for x in (states, *parameters) if x.requires_grad]
-    if not sought:
-        return work.sums(states, part), None
-    with torch.enable_grad():
-        sums = work.sums(states, part)
-    slopes: list[Tensor | None] = list(
-        torch.autograd.grad(sums.numerator, sought, allow_unused=True)
-    )
-    if not states.requires_grad:
-        slopes.insert(0, None)
-    return sums._replace(numerator=sums.numerator.detach()), *slopes
+    work: _Work, states: Tensor, part: _Part, counts: Sequence[int], sought: Sequence[Tensor]
+) -> tuple[list[_Sums], list[Tensor | None]]:
+    """Return detached sums and the gradients to what is sought; the logits end here.
+
+    The head takes the whole part at once, since matrix products want many rows; the loss takes few
+    rows at a time, in float32, so that what it reads and writes stays in the processor's cache.
+    """
+    with torch.set_grad_enabled(bool(sought)):
+        logits = work.logits(states, part)
+        wanted = work.wanted(part)
+    said, wide = logits.detach(), _wide(states.dtype)
+    slope = torch.empty_like(said) if sought else None
+    found = []
+    for piece in _cut(counts, _rows_at_once(said), part):
+        at = slice(piece.slots.start - part.slots.start, piece.slots.stop - part.slots.start)
+        rows = said[at].to(wide)
+        if slope is None:
+            found.append(work.sums(rows, wanted.rows(at, wide), piece))
+            continue
+        with torch.enable_grad():
+            sums = work.sums(rows.requires_grad_(), wanted.rows(at, wide), piece)
+        (slope[at],) = torch.autograd.grad(sums.numerator, rows)
+        found.append(sums._replace(numerator=sums.numerator.detach()))
+    if slope is None:
+        return found, []
+    return found, list(torch.autograd.grad(logits, sought, slope, allow_unused=True))
 
 
-def _joined(ctx: Any, found: Sequence[_Sums], hidden: Tensor) -> tuple[Tensor, ...]:
+def _rows_at_once(logits: Tensor) -> int:
+    """Return how many rows of logits the loss takes at once: on CPU, what fits its cache."""
+    return max(1, PIECE // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+
+
+def _joined(ctx: Any, found: list[_Sums], hidden: Tensor) -> tuple[Tensor, ...]:
     wide = _wide(hidden.dtype)
     if not found:
         zero, none = hidden.new_zeros((), dtype=wide), hidden.new_zeros(0, dtype=wide)

@@ -1,6 +1,5 @@
 """The LightningModule: the frozen target and the trainable drafter meet here, and nowhere else."""
 
-import logging
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -25,6 +24,7 @@ from dflash_lightning.drafter.training import training_hidden
 from dflash_lightning.errors import UserError
 from dflash_lightning.initialisation import check_count, copy_target_layers
 from dflash_lightning.losses import LossOutput
+from dflash_lightning.memory import keep_freed_memory
 from dflash_lightning.metrics import AcceptanceBySlot, WeightedMean, acceptance_scalars
 from dflash_lightning.objective import Objective
 from dflash_lightning.optimizer import adamw_with_cosine, scale_gradients
@@ -33,8 +33,6 @@ from dflash_lightning.slot_losses import DataToken, Loss
 from dflash_lightning.stopwatch import Stopwatch
 from dflash_lightning.target import Target, load_target
 from dflash_lightning.target_spec import TargetConfig
-
-log = logging.getLogger(__name__)
 
 
 class DFlashModule(pl.LightningModule):
@@ -98,9 +96,15 @@ class DFlashModule(pl.LightningModule):
         self.target: Target | None = None
         self.train_loss, self.val_loss = WeightedMean(), WeightedMean()
         self.acceptance = AcceptanceBySlot(block_size - 1)
-        self.supervised_tokens, self.target_time = 0, Stopwatch()
+        self.target_time = Stopwatch()
+        self._supervised_tokens: Tensor | int = 0
         self._objective: Objective | None = None
         self._train_position: dict[str, int] | None = None
+
+    @property
+    def supervised_tokens(self) -> int:
+        """Supervised tokens trained on so far, by this process (on CUDA, reading it waits)."""
+        return int(self._supervised_tokens)
 
     # ---- building --------------------------------------------------------------------------------
 
@@ -186,7 +190,7 @@ class DFlashModule(pl.LightningModule):
         """
         output, denominator, _ = self.block_loss(batch)
         self.train_loss.update(output.numerator, denominator)
-        self.supervised_tokens += int(batch.loss_mask.sum())
+        self._supervised_tokens = self._supervised_tokens + batch.loss_mask.sum()
         self.log("train/padding_share", 1 - batch.attention_mask.float().mean())
         return output.numerator
 
@@ -202,7 +206,7 @@ class DFlashModule(pl.LightningModule):
         scale_gradients(self.drafter, torch.where(weight > 0, undo / weight, 0.0))
         if weight > 0:
             self.log("train/loss", (total / weight).float(), prog_bar=True)
-        self.log("train/supervised_tokens", float(self.supervised_tokens))
+        self.log("train/supervised_tokens", self._supervised_tokens)
         self.train_loss.reset()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -239,16 +243,13 @@ class DFlashModule(pl.LightningModule):
 
         Lightning places it only if nothing has asked for the number of batches before it resumes.
         """
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.train_loss.reset()
         loader = self.trainer.train_dataloader
         if self._train_position is not None and loader is not None:
             loader.load_state_dict(self._train_position)
         self._train_position = None
-
-    def on_train_end(self) -> None:
-        """Say how long the target ran, where its states aren't stored."""
-        if self.target_time.uses:
-            log.info("data.features=online: the target's states took %s", self.target_time)
 
     def on_validation_epoch_end(self) -> None:
         """Log teacher-forced loss and acceptance under `val/`."""
@@ -291,5 +292,5 @@ class DFlashModule(pl.LightningModule):
         """
         check_checkpoint(checkpoint, self.drafter, resuming=bool(self.trainer.training))
         self._objective = None
-        self.supervised_tokens = checkpoint["supervised_tokens"]
+        self._supervised_tokens = checkpoint["supervised_tokens"]
         self._train_position = checkpoint.get("train_position") if self.trainer.training else None

@@ -11,9 +11,10 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, kl_div
+from torch.nn.functional import kl_div
 
 from dflash_lightning.errors import UserError
+from dflash_lightning.logits import cross_entropy
 
 Need = Literal["argmax", "distribution"]
 
@@ -42,6 +43,12 @@ class Wanted:
     data: Labels
     argmax: Labels | None = None
     logits: Tensor | None = None
+
+    def rows(self, at: slice, dtype: torch.dtype) -> "Wanted":
+        """Return what some of the slots should say, logits as `dtype`."""
+        argmax = None if self.argmax is None else Labels(*(x[at] for x in self.argmax))
+        logits = None if self.logits is None else self.logits[at].to(dtype)
+        return Wanted(Labels(*(x[at] for x in self.data)), argmax, logits)
 
 
 class Loss(ABC):
@@ -75,7 +82,7 @@ class DataToken(Loss):
 
     def __call__(self, logits: Tensor, wanted: Wanted) -> Tensor:
         """See `Loss`."""
-        return cross_entropy(logits, wanted.data.rows, reduction="none")
+        return cross_entropy(logits, wanted.data.rows)
 
 
 class TargetArgmax(Loss):
@@ -89,7 +96,7 @@ class TargetArgmax(Loss):
     def __call__(self, logits: Tensor, wanted: Wanted) -> Tensor:
         """See `Loss`."""
         assert wanted.argmax is not None
-        return cross_entropy(logits, wanted.argmax.rows, reduction="none")
+        return cross_entropy(logits, wanted.argmax.rows)
 
 
 class TargetKL(Loss):

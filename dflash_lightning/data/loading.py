@@ -1,5 +1,6 @@
 """In which order rows come, as which batches, and how a loader is continued mid-epoch."""
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import cast
 
@@ -97,6 +98,8 @@ class ResumableLoader(DataLoader[Row]):
     _epoch = 0
     _given = 0
     _resumed = False
+    waited = 0.0
+    """Seconds that the training waited for batches."""
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         """Yield the batches of an epoch that were not given yet."""
@@ -108,9 +111,15 @@ class ResumableLoader(DataLoader[Row]):
             sampler.ahead, epoch = sampler.epoch - (self._epoch + 1), self._epoch + 1
         self._resumed, self._epoch, self._given = False, epoch, start
         sampler.skip = start * (self.batch_size or 1)
-        for batch in super().__iter__():
+        batches, end = super().__iter__(), object()
+        while True:
+            began = time.perf_counter()
+            batch = next(batches, end)
+            self.waited += time.perf_counter() - began
+            if batch is end:
+                return
             self._given += 1
-            yield batch
+            yield cast(Batch, batch)
 
     def state_dict(self) -> dict[str, int]:
         """Return the epoch and how many of its batches were given."""

@@ -13,17 +13,19 @@ An attention is a function `(q, k_context, v_context, k_block, v_block) -> outpu
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from dflash_lightning.drafter.chunked import Chunk, attend_chunks
+
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 AttentionName = Literal["auto", "dense", "chunked", "flex"]
 
-QUERIES_PER_CHUNK = 128
+QUERIES_PER_CHUNK = 256
 
 
 @dataclass(frozen=True)
@@ -84,58 +86,60 @@ def dense_attention(sight: Visibility) -> Attend:
     return attend
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """Blocks handled together.
-
-    Their slots, the context that any of them sees, and the mask over just that.
-    """
-
-    slots: slice
-    context: slice
-    mask: Tensor
-
-
 def chunked_attention(sight: Visibility, queries_per_chunk: int = QUERIES_PER_CHUNK) -> Attend:
-    """Attend chunk of blocks by chunk of blocks.
+    """Attend chunk of blocks by chunk of blocks (`drafter.chunked`).
 
     Each sees the context of its documents before its last anchor and its own slots. The
     `(N*K) x (S + N*K)` matrix is never built. Any order of anchors is exact; ascending anchors are
     fast, since a chunk then skips the context before its first document and behind its last anchor.
     """
     all_starts = torch.zeros_like(sight.anchors) if sight.starts is None else sight.starts
-    per_chunk = max(1, queries_per_chunk // sight.block_size)
+    per_chunk, size = max(1, queries_per_chunk // sight.block_size), sight.block_size
     parts = (x.split(per_chunk, dim=1) for x in (sight.anchors, all_starts))
     chunks = []
     for n, (anchors, starts) in enumerate(zip(*parts, strict=True)):
         last = min(int(anchors.max()), sight.context_length)
         seen = starts if sight.window is None else starts.maximum(anchors + 1 - sight.window)
         first = int(torch.where(anchors > seen, seen, last).min())
-        part = replace(
-            sight, anchors=anchors - first, context_length=last - first, starts=starts - first
-        )
-        slot = n * per_chunk * sight.block_size
-        slots = slice(slot, slot + anchors.shape[1] * sight.block_size)
-        chunks.append(_Chunk(slots, slice(first, last), dense_mask(part)[:, None]))
+        # all of them see the context from the last start to the first anchor
+        clear = sight.window is None and int(starts.max()) <= first
+        begin = max(first, min(last, int(anchors.min()))) if clear else first
+        places = torch.arange(begin, last, device=anchors.device)
+        hidden = _outside(places, anchors, starts, size, sight.window)
+        slot = n * per_chunk * size
+        slots = slice(slot, slot + anchors.shape[1] * size)
+        chunks.append(Chunk(slots, slice(first, last), hidden))
+    own = None if not (sight.causal or sight.window) else ~_within(sight)
 
     def attend(
         q: Tensor, k_context: Tensor, v_context: Tensor, k_block: Tensor, v_block: Tensor
     ) -> Tensor:
-        return torch.cat(
-            [_attend_chunk(c, q, k_context, v_context, k_block, v_block) for c in chunks], dim=2
-        )
+        return attend_chunks(chunks, own, q, k_context, v_context, k_block, v_block)
 
     return attend
 
 
-def _attend_chunk(
-    chunk: _Chunk, q: Tensor, k_context: Tensor, v_context: Tensor, k_block: Tensor, v_block: Tensor
+def _outside(
+    places: Tensor, anchors: Tensor, starts: Tensor, size: int, window: int | None
 ) -> Tensor:
-    keys = torch.cat([k_context[:, :, chunk.context], k_block[:, :, chunk.slots]], dim=2)
-    values = torch.cat([v_context[:, :, chunk.context], v_block[:, :, chunk.slots]], dim=2)
-    return scaled_dot_product_attention(
-        q[:, :, chunk.slots], keys, values, attn_mask=chunk.mask, enable_gqa=True
-    )
+    """Return which context places `[s]` blocks `[B, C]` don't see: `[B, C, 1 or K, s]`."""
+    at, start = anchors[:, :, None, None], starts[:, :, None, None]
+    hidden = (places >= at) | (places < start)
+    if window is None:
+        return hidden
+    slots = torch.arange(size, device=places.device)[:, None]
+    return hidden | (places <= at + slots - window)
+
+
+def _within(sight: Visibility) -> Tensor:
+    """Return which slots of its block a slot sees `[K, K]`."""
+    slot = torch.arange(sight.block_size, device=sight.anchors.device)
+    seen = torch.ones(len(slot), len(slot), dtype=torch.bool, device=slot.device)
+    if sight.causal:
+        seen &= slot <= slot[:, None]
+    if sight.window is not None:
+        seen &= slot > slot[:, None] - sight.window
+    return seen
 
 
 def flex_mask(sight: Visibility) -> Callable[..., Tensor]:
@@ -195,16 +199,19 @@ def _compiled_flex() -> Callable[..., Tensor]:
     return torch.compile(flex, dynamic=False)
 
 
+def attention_name(name: AttentionName, device: torch.device) -> AttentionName:
+    """Return what `auto` stands for: flex on CUDA, chunked elsewhere."""
+    return ("flex" if device.type == "cuda" else "chunked") if name == "auto" else name
+
+
 def training_attention(name: AttentionName, sight: Visibility) -> Attend:
-    """Return the attention of a training batch; `auto` is flex on CUDA, chunked elsewhere."""
-    if name == "auto":
-        name = "flex" if sight.anchors.is_cuda else "chunked"
+    """Return the attention of a training batch."""
     makers: dict[str, Callable[[Visibility], Attend]] = {
         "dense": dense_attention,
         "chunked": chunked_attention,
         "flex": flex_attention,
     }
-    return makers[name](sight)
+    return makers[attention_name(name, sight.anchors.device)](sight)
 
 
 def full_attention(

@@ -11,11 +11,12 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from dflash_lightning.drafter.attention import Attend
 from dflash_lightning.drafter.config import DrafterConfig
-from dflash_lightning.drafter.rope import Rotation, rotate, rotation
+from dflash_lightning.drafter.fused import RMSNorm, norm_and_rotate
+from dflash_lightning.drafter.rope import Rotation, rotation
 
 KeyValue = tuple[Tensor, Tensor]
 StreamAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -38,8 +39,8 @@ class DrafterAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
-        self.q_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
     def key_value(self, hidden: Tensor, by: Rotation) -> KeyValue:
         """Return rotated keys and values `[B, kv_heads, S, head_dim]` of states `[B, S, H]`.
@@ -47,20 +48,20 @@ class DrafterAttention(nn.Module):
         The states are the context's or the block's.
         """
         values = self._heads(self.v_proj(hidden))
-        keys = self.k_norm(self._heads(self.k_proj(hidden)))
-        return rotate(keys, by, values.dtype), values
+        keys = norm_and_rotate(self._heads(self.k_proj(hidden)), self.k_norm, by, values.dtype)
+        return keys, values.transpose(1, 2)
 
     def forward(self, hidden: Tensor, by: Rotation, context: KeyValue, attend: Attend) -> Tensor:
         """Return the attention output `[B, N*K, H]` of block states `[B, N*K, H]`."""
         k_block, v_block = self.key_value(hidden, by)
-        q = rotate(self.q_norm(self._heads(self.q_proj(hidden))), by, v_block.dtype)
+        q = norm_and_rotate(self._heads(self.q_proj(hidden)), self.q_norm, by, v_block.dtype)
         k_context, v_context = context
         output = attend(q, k_context, v_context, k_block, v_block)
         projected: Tensor = self.o_proj(output.transpose(1, 2).flatten(2))
         return projected
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return x.unflatten(-1, (-1, self.head_dim))
 
 
 class DrafterLayer(nn.Module):
@@ -70,8 +71,8 @@ class DrafterLayer(nn.Module):
         super().__init__()
         self.self_attn = DrafterAttention(config)
         self.mlp = Qwen3MLP(config)
-        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, hidden: Tensor, by: Rotation, context: KeyValue, attend: Attend) -> Tensor:
         """Return the layer's output `[B, N*K, H]`."""
@@ -86,7 +87,7 @@ class Fusion(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.fc = nn.Linear(config.num_taps * config.hidden_size, config.hidden_size, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, states: Tensor) -> Tensor:
         """Return `[B, S, H]` for tapped states `[B, S, T*H]`."""
@@ -131,13 +132,13 @@ class Drafter(PreTrainedModel):
         size = config.hidden_size
         if config.injection != "none" and config.fusion == "shared":
             self.fc = nn.Linear(config.num_taps * size, size, bias=False)
-            self.hidden_norm = Qwen3RMSNorm(size, eps=config.rms_norm_eps)
+            self.hidden_norm = RMSNorm(size, eps=config.rms_norm_eps)
         if config.fusion == "per_layer":
             self.fusions = nn.ModuleList(Fusion(config) for _ in range(config.num_hidden_layers))
         if config.injection == "input":
             self.in_proj = nn.Linear(2 * size, size, bias=False)
         self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = Qwen3RMSNorm(size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(size, eps=config.rms_norm_eps)
         self.markov = None if config.markov_rank is None else MarkovHead(config)
         if config.draft_vocab_size is not None:
             self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size))
@@ -146,7 +147,7 @@ class Drafter(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
-        elif isinstance(module, Qwen3RMSNorm):
+        elif isinstance(module, RMSNorm):
             nn.init.ones_(module.weight)
 
     def context_key_values(self, states: Tensor, positions: Tensor) -> list[KeyValue]:

@@ -12,6 +12,7 @@ from dflash_lightning.drafter.attention import (
     Attend,
     AttentionName,
     Visibility,
+    attention_name,
     training_attention,
 )
 from dflash_lightning.drafter.model import Drafter, KeyValue
@@ -31,6 +32,13 @@ def training_hidden(
         attention: How the blocks attend.
     """
     config = drafter.config
+    if attention_name(attention, batch.noise_ids.device) == "chunked" and config.injection == "kv":
+        keep, live, seen = only_needed(batch, states)
+        if live is not batch:
+            found = training_hidden(drafter, target, live, seen, "chunked")[0]
+            whole = found.new_zeros(*batch.noise_ids.shape, found.shape[-1])
+            whole[keep] = found
+            return whole
     starts, anchors = batch.document_starts, batch.anchor_positions
     positions = torch.arange(starts.shape[1], device=starts.device) - starts
     known: Tensor | None = None
@@ -62,6 +70,37 @@ def training_hidden(
     blocks: Tensor = drafter(inputs, batch.position_ids.flatten(1), context, attends)
     blocks = blocks.unflatten(1, batch.noise_ids.shape[1:])
     return pad(blocks[:, :, :-1], (0, 0, 1, 0)) if config.autoregressive else blocks
+
+
+def only_needed(batch: Batch, states: Tensor | None) -> tuple[Tensor, Batch, Tensor | None]:
+    """Return which blocks are kept `[B, N]`, and all of them in one row behind each other.
+
+    Left out are dead blocks and the context that no block sees: padding, and what lies behind the
+    last anchor of a row. The row's documents stay apart as those of a packed row do. The batch is
+    the same where nothing can be left out; of the other one only what blocks and their places
+    are is meant.
+
+    Args:
+        batch: The blocks.
+        states: Tapped target states `[B, S, T*H]`; they come back as `[1, s, T*H]`.
+    """
+    keep, width = batch.block_keep_mask, batch.document_starts.shape[1]
+    if not bool(keep.any()):
+        keep = torch.zeros_like(keep)
+        keep[0, 0] = True  # a rank without blocks takes part all the same
+    lengths = torch.where(keep, batch.anchor_positions, -1).amax(dim=1) + 1
+    if bool(keep.all()) and len(keep) == 1 and int(lengths) == width:
+        return keep, batch, states
+    seen = torch.arange(width, device=keep.device) < lengths[:, None]
+    moved = (lengths.cumsum(0) - lengths)[:, None]
+    needed = batch._replace(
+        block_keep_mask=torch.ones_like(keep[keep])[None],
+        anchor_positions=(batch.anchor_positions + moved)[keep][None],
+        noise_ids=batch.noise_ids[keep][None],
+        position_ids=batch.position_ids[keep][None],
+        document_starts=(batch.document_starts + moved)[seen][None],
+    )
+    return keep, needed, None if states is None else states[seen][None]
 
 
 def last_known(fused: Tensor, positions: Tensor) -> Tensor:

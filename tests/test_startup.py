@@ -1,0 +1,38 @@
+"""Help answers at once: nothing heavy is loaded for it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from dflash_lightning.cli import DFlashCLI
+from dflash_lightning.commands import COMMANDS, OF_EXPERIMENTS, overview
+
+HELP = [["--help"], ["-h"], *([name, "--help"] for name in COMMANDS)]
+CHILD = """
+import sys
+from dflash_lightning.__main__ import run
+try:
+    status = run()
+except SystemExit as end:
+    status = end.code or 0
+print("HEAVY", sorted({"torch", "transformers", "lightning"} & set(sys.modules)))
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize("words", HELP, ids=" ".join)
+def test_help_loads_nothing_heavy(words: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "usage: python -m dflash_lightning" in done.stdout
+    assert done.stdout.rstrip().endswith("HEAVY []")
+
+
+def test_the_overview_names_every_command() -> None:
+    assert OF_EXPERIMENTS.keys() == DFlashCLI.subcommands().keys()
+    for name, words in {**OF_EXPERIMENTS, **COMMANDS}.items():
+        assert f"    {name} " in overview()
+        assert words in overview()
