@@ -4,6 +4,7 @@ line is read for real, and a stand-in says what came of it.
 
 import io
 import json
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from dflash_lightning.sweeps.cells import command, stored
 from dflash_lightning.sweeps.live import View
 from dflash_lightning.sweeps.locks import Presence
 from dflash_lightning.sweeps.parsing import Meaning, check_cells, meaning
-from dflash_lightning.sweeps.spec import read_spec
+from dflash_lightning.sweeps.spec import LOGGED, read_spec
 from dflash_lightning.sweeps.study import Trials, open_storage
 from dflash_lightning.sweeps.trial import Outcome, Watch, train
 
@@ -119,6 +120,7 @@ def test_every_cell_is_trained_with_every_seed_all_cells_of_a_seed_first(sweep: 
     kept = yaml.safe_load((folder / "sweep.yaml").read_text())
     assert kept["sampler"]["class_path"].endswith("BruteForceSampler")
     assert (kept["seeds"], kept["budget"]) == ([0, 1], None)
+    assert kept["objectives"] == [{"metric": "decode/accept_len", "direction": "maximize"}]
     study = sweep.study()
     assert study.user_attrs["metric_names"] == study.metric_names == ["decode/accept_len"]
     words = shlex.split(study.trials[3].user_attrs["command"])[3:]
@@ -350,6 +352,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"space": {}}, r"space: needs a key"),
     ({"space": {"seed_everything": choices(1, 2)}}, r"seed_everything: .*--seeds"),
     ({"settings": {"model.num_layers": 3}}, r"settings: model\.num_layers: .*in the space"),
+    ({"settings": {"trainer.devices": 2}}, r"trainer\.devices: a trial has one device"),
     ({"settings": {"model.wdth": 3}}, r"model\.wdth"),
     ({"aliases": {"deep": {"model.num_layers": 3}}}, r"aliases: no choice .* called deep"),
     ({"sampler": {"class_path": "Foo"}}, r"sampler.*Foo"),
@@ -564,6 +567,8 @@ def test_real_trials_train_fail_and_can_be_pasted(experiment: Path, tmp_path: Pa
     assert run["budget"] == {"tokens": 150}
     trial = json.loads((folder / "trial.json").read_text())
     assert trial["values"] == dict(zip(metrics, done.values, strict=True))
+    unknown = [m for m in trial["metrics"] if not re.fullmatch(LOGGED, m)]
+    assert all(metric.startswith("train/") for metric in unknown)
     assert (folder / "checkpoints" / "last.ckpt").is_file()
     assert list(folder.glob("events.out.tfevents.*"))
     again = tmp_path / "again"

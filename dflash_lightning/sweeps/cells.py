@@ -104,8 +104,8 @@ def label(cell: Mapping[str, Any]) -> str:
 
 
 def flags(spec: Spec, cell: Mapping[str, Any]) -> list[str]:
-    """Return a cell as words of the command line, settings and budget first."""
-    chosen: dict[str, Any] = dict(spec.settings)
+    """Return settings, a cell and the budget as words of the command line; one device a trial."""
+    chosen: dict[str, Any] = {"trainer.devices": 1, **spec.settings}
     for key, value in cell.items():
         if key != EXPERIMENT:
             alias = spec.aliases.get(value) if isinstance(value, str) else None
