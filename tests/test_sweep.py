@@ -268,6 +268,20 @@ def test_the_trial_of_a_killed_worker_is_trained_again(sweep: Sweep, host: str) 
     assert sweep.reasons() == ["worker was killed"]
 
 
+def test_a_trial_that_kills_its_worker_again_and_again_stays_failed(sweep: Sweep) -> None:
+    class Killed(BaseException):
+        pass
+
+    sweep.fate = lambda layers, _: Killed() if layers == 1 else None
+    for _ in range(3):
+        with pytest.raises(Killed):
+            sweep.run(seeds=[0])
+        assert sweep.trained[-1] == (1, 0)
+    assert sweep.run(seeds=[0]) == []
+    assert sweep.reasons()[-1] == "worker was killed 3 times"
+    assert sweep.ended() == [(2, 0)]
+
+
 def test_a_trial_that_was_trained_but_not_told_is_not_trained_again(
     sweep: Sweep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
