@@ -49,4 +49,4 @@ def sweep(spec: Spec) -> None:
 def report(folder: Path) -> None:
     """Write a study's report, where the package has one."""
     if importlib.util.find_spec("dflash_lightning.report") is not None:
-        import_module("dflash_lightning.report").report(folder)
+        import_module("dflash_lightning.report").report(str(folder))

@@ -1,6 +1,9 @@
 """A run that ends by what it has used: tokens, minutes, operations."""
 
+import json
 import math
+import subprocess
+import sys
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,6 +93,23 @@ def test_a_resumed_run_goes_on_with_its_budget(experiment: Path, tmp_path: Path)
     rate = 1e-3 * 0.5 * (1 + math.cos(math.pi * (used - 0.04) / 0.96))
     assert watch.lrs[1] < rate
     assert watch.lrs[-1] == 0.0
+
+
+@pytest.mark.slow
+def test_processes_share_a_budget(experiment: Path, tmp_path: Path) -> None:
+    """All stop at the same step, and run.json has the tokens of both."""
+    flags = f"""--budget.tokens 1000 --trainer.devices 2 --trainer.strategy ddp
+        --decode.final_prompts 1 --trainer.limit_val_batches 1
+        --trainer.default_root_dir {tmp_path}"""
+    command = [sys.executable, "-m", "dflash_lightning", "fit", "-c", str(experiment)]
+    done = subprocess.run(
+        [*command, *flags.split()], capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    (file,) = tmp_path.rglob("run.json")
+    found = json.loads(file.read_text())
+    assert 1000 <= found["supervised_tokens"] < 1000 + 2 * 4 * 16
+    assert found["steps"] < 15
 
 
 @pytest.mark.parametrize(

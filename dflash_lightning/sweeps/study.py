@@ -21,6 +21,7 @@ from dflash_lightning.sweeps.spec import Spec
 
 HEARTBEAT_S, DEAD_AFTER_S = 30.0, 300.0
 KILLED, INTERRUPTED, DUPLICATE = "worker was killed", "interrupted", "duplicate"
+MOST_KILLS = 3
 AGAIN = (KILLED, INTERRUPTED, DUPLICATE)
 """Reasons of failed trials that say nothing about their cell."""
 
@@ -214,10 +215,19 @@ class Trials:
         self.storage.set_trial_state_values(trial._trial_id, state=state, values=values)
 
     def give_back(self, trial: FrozenTrial, reason: str) -> bool:
-        """End a trial that says nothing about its cell and add it again; False if it had ended."""
-        if not self.fail(trial, reason):
+        """End a trial that says nothing about its cell and add it again; False if it had ended.
+
+        One that took its worker with it several times stays failed: it may take all memory.
+        """
+        before = [
+            t
+            for t in self.all(TrialState.FAIL)
+            if t.user_attrs.get("reason") == KILLED and self.pair(t) == self.pair(trial)
+        ]
+        deadly = reason == KILLED and len(before) + 1 >= MOST_KILLS
+        if not self.fail(trial, f"{KILLED} {MOST_KILLS} times" if deadly else reason):
             return False
-        if seed_of(trial) in self.spec.seeds:
+        if seed_of(trial) in self.spec.seeds and not deadly:
             self.add(self.cell(trial), seed_of(trial))
         return True
 

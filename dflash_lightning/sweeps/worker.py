@@ -220,7 +220,8 @@ class Worker:
                     progress = round(watch.progress, 3)
                     with suppress(UpdateFinishedTrialError, StorageInternalError):
                         self.trials.sign(trial, heartbeat=time.time(), progress=progress)
-                self.view.refresh()
+                with suppress(StorageInternalError):
+                    self.view.refresh()
 
         thread = Thread(target=beat, daemon=True)
         thread.start()
