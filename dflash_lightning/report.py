@@ -143,17 +143,22 @@ def _analyse(
 def _trade_off(
     cells: list[Cell], study: Study | None
 ) -> tuple[Quantity, Quantity, list[bool]] | None:
-    """Return the two quantities of a study's objectives and which cells are on their front."""
-    if study is None or len(study.metrics) != 2 or len(cells) < 2:
+    """Return two of a study's objectives, a time first, and which cells are on their front."""
+    if study is None or len(cells) < 2:
         return None
-    if not set(study.metrics) <= BY_METRIC.keys():
+    known = [
+        (BY_METRIC[name], direction)
+        for name, direction in zip(study.metrics, study.directions, strict=True)
+        if name in BY_METRIC and all(BY_METRIC[name].key in cell.estimates for cell in cells)
+    ]
+    costs = [pair for pair in known if pair[0] in (DRAFT_MS, VERIFY_MS)]
+    gains = [pair for pair in known if pair not in costs]
+    chosen = [*costs[:1], *gains][:2]
+    if len(chosen) < 2:
         return None
-    pair = [BY_METRIC[name] for name in study.metrics]
-    if any(q.key not in cell.estimates for q in pair for cell in cells):
-        return None
-    points = [[cell.estimates[q.key].mean for q in pair] for cell in cells]
-    order = (1, 0) if pair[1] in (DRAFT_MS, VERIFY_MS) else (0, 1)
-    return pair[order[0]], pair[order[1]], pareto(points, study.directions)
+    (x, _), (y, _) = chosen
+    points = [[cell.estimates[q.key].mean for q in (x, y)] for cell in cells]
+    return x, y, pareto(points, [direction for _, direction in chosen])
 
 
 def _write(found: Found, target: Path, board_root: Path) -> Path:

@@ -143,6 +143,21 @@ def test_categories_unequal_budgets_and_workers(tmp_path: Path) -> None:
     assert "Table 10" in text
 
 
+def test_three_objectives_show_accept_length_against_draft(tmp_path: Path) -> None:
+    """1 drafts fastest, 2 accepts most; 3 is slower than 2 and accepts less."""
+    objectives = [
+        ("decode/accept_len", "maximize"),
+        ("decode/speedup", "maximize"),
+        ("decode/draft_ms", "minimize"),
+    ]
+    folder = fake_study(tmp_path / "s", {1: 0.3, 2: 0.6, 3: 0.4}, (0,), objectives=objectives)
+    front = section(report(str(folder)).read_text(), "Pareto front")
+    assert [row.split("|")[1].strip() for row in front.strip().splitlines()[2:]] == [
+        "num_layers 1",
+        "num_layers 2",
+    ]
+
+
 def test_one_seed_is_said(tmp_path: Path) -> None:
     folder = fake_study(tmp_path / "one", {1: 0.3, 3: 0.5}, seeds=(0,))
     text = report(str(folder)).read_text()

@@ -1,6 +1,7 @@
 """The parts of `report.md`."""
 
 import math
+import shlex
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
@@ -12,6 +13,11 @@ from dflash_lightning.reporting.quantities import Quantity, accepted_up_to
 from dflash_lightning.reporting.runs import Run
 from dflash_lightning.reporting.statistics import Bootstrap, Estimate, estimate
 
+ASKED = (
+    *("experiments", "space", "aliases", "settings", "seeds", "objectives", "sampler", "pruner"),
+    *("monitor", "trials", "budget"),
+)
+"""Keys of a sweep's file that are repeated in its report."""
 UNEQUAL = 0.01
 """Relative difference of two cells' supervised tokens from which it is said."""
 
@@ -230,16 +236,17 @@ def commands(cells: Sequence[Cell]) -> list[str]:
     """Return the command line of each run that recorded one."""
     found = []
     for run in (run for cell in cells for run in cell.runs):
-        argv = run.record.get("command")
-        if argv:
-            found.append(" ".join(map(_quoted, argv)))
+        words = [str(word) for word in run.record.get("command") or []]
+        if words:
+            start = [] if "dflash_lightning" in words else ["python", "-m", "dflash_lightning"]
+            found.append(shlex.join(start + words))
     return found
 
 
 def asked_for(sweep: dict[str, Any]) -> list[list[str]]:
     """Return what a sweep's file said, key by key."""
     rows = []
-    for key in ("experiments", "space", "seeds", "objectives", "sampler", "pruner", "budget"):
+    for key in ASKED:
         value = sweep.get(key)
         if value is None:
             continue
@@ -268,8 +275,3 @@ def _listed(value: Any) -> str:
     if isinstance(value, dict) and "class_path" not in value:
         return ", ".join(f"{k} {_listed(v)}" for k, v in value.items())
     return text_of(value)
-
-
-def _quoted(word: str) -> str:
-    word = str(word)
-    return f"'{word}'" if set(word) & set(" '\"[]{}*$&;()<>|") else word
