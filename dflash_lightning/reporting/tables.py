@@ -18,6 +18,7 @@ ASKED = (
     *("monitor", "trials", "budget"),
 )
 """Keys of a sweep's file that are repeated in its report."""
+STEPS = "trainer.max_steps"
 UNEQUAL = 0.01
 """Relative difference of two cells' supervised tokens from which it is said."""
 
@@ -51,7 +52,7 @@ def cells_table(cells: Sequence[Cell]) -> str:
                 f"{len(cell.runs)} ({', '.join(map(str, cell.seeds))})",
                 str(first.prompts),
                 "?" if None in tokens else f"{fmean(t for t in tokens if t is not None):,.0f}",
-                "?" if None in parameters else f"{parameters[0] / 1e6:.1f}",
+                "?" if None in parameters else f"{parameters[0] / 1e6:.3g}",
             ]
         )
     return table(header, rows)
@@ -68,8 +69,7 @@ def uncertainty(cells: Sequence[Cell]) -> str:
     words = (
         "95% intervals of the mean over seeds, from the spread of the seeds and a bootstrap over "
         "prompts (all seeds and cells see the same resamples), with Student's t for so few seeds. "
-        "In differences, the spread over seeds is taken as alike in all cells, where all have the "
-        "same seeds."
+        "The spread over seeds is taken as alike in all cells, where all have the same seeds."
     )
     if counts[0] == 1:
         single = ", ".join(cell.label for cell in cells if len(cell.runs) == 1)
@@ -175,10 +175,10 @@ def setting(runs: Sequence[Run]) -> list[list[str]]:
         "prompts": "data.prompts.class_path",
         "drafter layers": "model.num_layers",
         "K": "model.block_size",
-        "steps": "trainer.max_steps",
         "decoded, new tokens a prompt": "decode.max_new_tokens",
     }
     rows = [[name, _common([run.config.get(key) for run in runs])] for name, key in keys.items()]
+    rows.append(["steps", _common([r.record.get("steps", r.config.get(STEPS)) for r in runs])])
     rows.append(["held-out prompts decoded", _common([run.decoded["prompts"] for run in runs])])
     rows.append(["decoded together", _common([run.decoded.get("batch_size") for run in runs])])
     environments = [run.record.get("environment", {}) for run in runs]
@@ -248,7 +248,7 @@ def asked_for(sweep: dict[str, Any]) -> list[list[str]]:
     rows = []
     for key in ASKED:
         value = sweep.get(key)
-        if value is None:
+        if value is None or value == {}:
             continue
         if key == "objectives" and isinstance(value, list):
             value = [f"{o['metric']} ({o['direction']})" for o in value]
