@@ -120,8 +120,9 @@ def _analyse(
     bootstrap = Bootstrap()
     cells, older = make_cells(runs, bootstrap)
     skipped.update(older)
-    for name, reason in skipped.items():
-        log.info("report: left out: %s: %s", name, reason)
+    if skipped:
+        listed = "; ".join(_reasons(skipped))
+        log.info("report: %d of %d runs left out: %s", len(skipped), len(folders), listed)
     first = find_cell(cells, baseline) if baseline is not None else usual_baseline(cells)
     comparisons, unpaired = compare_cells(cells, first, bootstrap)
     return Found(
@@ -206,7 +207,9 @@ def markdown(found: Found, figures: list[str]) -> str:
         parts += ["## Pareto front", tables.pareto_table(cells, *found.trade_off)]
     unfinished = found.study.unfinished if found.study is not None else []
     if unfinished or found.skipped:
-        parts += ["## Not in here", _listed(unfinished + _reasons(found.skipped))]
+        lines = unfinished + _reasons(found.skipped)
+        counts = f"{len(unfinished)} trials, {len(found.skipped)} run folders:"
+        parts += ["## Not in here", counts, _listed(lines)]
     if beside := tables.published_parts(cells):
         note = "Another target, another budget, other prompts: only the direction compares."
         parts += ["## Published numbers of the same ablation", note, *beside]

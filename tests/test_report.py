@@ -291,8 +291,25 @@ def test_unfinished_runs_are_named_and_left_out(
     (folder / "d3-k6-g3-t5-s1" / "decode_val.json").unlink()
     text = report(str(folder)).read_text()
     assert "d3-k6-g3-t5-s1: no decode_val.json: it did not reach its end" in text
+    assert "0 trials, 1 run folders:" in text
     assert "| 1 (0) |" in text
     assert "One seed only, so over prompts only: num_layers 3." in text
+
+
+def test_shares_and_times_are_never_below_zero(tmp_path: Path) -> None:
+    runs, _ = read_runs(find_runs(fake_study(tmp_path / "s", {1: 0.1, 3: 0.1}, (0, 1), prompts=4)))
+    cells, _ = make_cells(runs, Bootstrap(200))
+    for cell in cells:
+        assert cell.estimates["accept_rate/pos_3"].mean < 0.01
+        assert all(0 <= e.low <= e.mean <= e.high for e in cell.estimates.values())
+
+
+def test_one_run_and_one_prompt_have_nothing_to_compare(tmp_path: Path) -> None:
+    run = single(tmp_path / "a", 1, 0.3)
+    assert "One cell: nothing to compare." in report(str(run)).read_text()
+    text = report(str(fake_study(tmp_path / "s", {1: 0.3, 3: 0.5}, (0,), prompts=1))).read_text()
+    assert "one prompt was decoded: there is no interval" in text
+    assert "nan" not in text
 
 
 def test_no_study_storage_leaves_the_runs(tmp_path: Path) -> None:

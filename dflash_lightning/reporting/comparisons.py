@@ -1,5 +1,6 @@
 """Paired comparisons of cells: with the baseline, and of neighbours on the axis."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,6 +60,8 @@ def compare_cells(
                 common = set(cell.seeds) & set(other.seeds)
                 why = "their runs decoded different prompts" if common else "no seed in common"
                 impossible[f"{cell.label} and {other.label} can't be paired: {why}"] = None
+            elif math.isnan(estimate.low):
+                impossible["one prompt was decoded: there is no interval"] = None
             else:
                 found.append((quantity, cell, other, estimate))
     kept = holm([estimate.p_value for *_, estimate in found])
