@@ -167,13 +167,13 @@ def _write(found: Found, target: Path, board_root: Path) -> Path:
     from dflash_lightning.reporting.plots import draw_all, save
 
     figures = draw_all(found.cells, found.axis, found.importances, found.trade_off)
-    save(figures, target / "figures")
+    pictures = save(figures, target / "figures")
     text = markdown(found, list(figures))
     write(target / "report.md", text)
     sweep = board_root / "sweep.yaml"
     if sweep.is_file() and not (target / "sweep.yaml").exists():
         shutil.copy(sweep, target / "sweep.yaml")
-    write_summary(board_root, found.cells, found.axis, figures, _short(found))
+    write_summary(board_root, found.cells, found.axis, pictures, _short(found))
     lines = tables.conclusions(found.comparisons)
     for line in lines[:MOST_SAID]:
         log.info("%s", line)
@@ -220,7 +220,7 @@ def markdown(found: Found, figures: list[str]) -> str:
 def _asked(found: Found) -> list[str]:
     rows = tables.asked_for(found.study.sweep) if found.study is not None else []
     rows += tables.setting(found.runs)
-    return [tables.table(["what", "value"], rows), *tables.budget(found.cells)]
+    return [tables.table(["what", "value"], rows, right=False), *tables.budget(found.cells)]
 
 
 def _compared(found: Found) -> list[str]:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure as Canvas
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -25,7 +24,6 @@ from tensorboard.plugins.text import metadata as text_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from dflash_lightning.reporting.cells import Axis, Cell, short_names, text_of
-from dflash_lightning.reporting.plots import png
 from dflash_lightning.reporting.quantities import ACCEPT_LEN, QUANTITIES
 
 SUMMARY = "summary"
@@ -38,7 +36,7 @@ def write_summary(
     folder: Path,
     cells: Sequence[Cell],
     axis: Axis | None,
-    figures: dict[str, Canvas],
+    pictures: dict[str, bytes],
     text: str,
 ) -> Path:
     """Write (or replace) the summary run under `folder` and return where it lies.
@@ -47,7 +45,7 @@ def write_summary(
         folder: The study's folder, the root that TensorBoard is pointed at.
         cells: The cells with their estimates.
         axis: The number along which scalars are placed; None places each cell at its rank.
-        figures: Shown as images.
+        pictures: PNGs by name.
         text: Shown as Markdown.
     """
     target = folder / SUMMARY
@@ -63,8 +61,8 @@ def write_summary(
                     writer.scalar(f"{SUMMARY}/{name}/low", estimate.low, step)
                     writer.scalar(f"{SUMMARY}/{name}/high", estimate.high, step)
         writer.layout(_layout(cells, axis))
-        for name, figure in figures.items():
-            writer.image(f"figures/{name}", png(figure, 110))
+        for name, picture in pictures.items():
+            writer.image(f"figures/{name}", picture)
         at = ", ".join(f"{s}: {c.label}" for s, c in zip(steps, cells, strict=True))
         writer.text(f"{SUMMARY}/report", f"{'' if whole else f'x axis: {at}'}\n\n{text}")
         writer.raw(_experiment(cells))

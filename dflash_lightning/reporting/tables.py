@@ -23,9 +23,9 @@ UNEQUAL = 0.01
 """Relative difference of two cells' supervised tokens from which it is said."""
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table; columns after the first are set right."""
-    lines = [header, [":--", *["--:"] * (len(header) - 1)], *rows]
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: bool = True) -> str:
+    """Return a Markdown table; columns after the first are set right, for numbers."""
+    lines = [header, [":--", *["--:" if right else ":--"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(str(c).replace('|', '/') for c in line)} |" for line in lines)
 
 
