@@ -6,7 +6,6 @@ python -m dflash_lightning report --compare runs/quickstart/d1-* runs/quickstart
 
 import logging
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,8 +170,8 @@ def _write(found: Found, target: Path, board_root: Path) -> Path:
     text = markdown(found, list(figures))
     write(target / "report.md", text)
     sweep = board_root / "sweep.yaml"
-    if sweep.is_file() and not (target / "sweep.yaml").exists():
-        shutil.copy(sweep, target / "sweep.yaml")
+    if sweep.is_file() and target.resolve() != board_root.resolve():
+        write(target / "sweep.yaml", sweep.read_bytes())
     write_summary(board_root, found.cells, found.axis, pictures, _short(found))
     lines = tables.conclusions(found.comparisons)
     for line in lines[:MOST_SAID]:

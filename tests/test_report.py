@@ -116,6 +116,8 @@ def test_again_gives_the_same_bytes(study: Path, text: str) -> None:
 
 def test_out_and_baseline(study: Path, text: str, tmp_path: Path) -> None:
     before = sorted(p.name for p in study.iterdir())
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "sweep.yaml").write_text("of an earlier report")
     elsewhere = report(str(study), out=str(tmp_path / "docs"), baseline="2")
     assert elsewhere == tmp_path / "docs" / "report.md"
     assert (tmp_path / "docs" / "sweep.yaml").read_bytes() == (study / "sweep.yaml").read_bytes()

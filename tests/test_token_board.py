@@ -175,7 +175,9 @@ def test_it_is_replaced_and_the_runs_are_not_touched(study: Path) -> None:
     assert not list(study.glob("*partial*"))
     assert not list(study.glob("*.old"))
     files = {p: p.read_bytes() for p in study.glob("d*/*")}
+    (study / ".summary.1.partial").mkdir()  # TensorBoard would show it as a run
     report(str(study))
+    assert not list(study.glob(".summary*"))
     assert {p: p.read_bytes() for p in study.glob("d*/*")} == files
 
 

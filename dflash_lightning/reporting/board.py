@@ -50,7 +50,8 @@ def write_summary(
     """
     target = folder / SUMMARY
     partial = folder / f".{SUMMARY}.{os.getpid()}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
+    for left in folder.glob(f".{SUMMARY}.*"):  # by a writer that was killed
+        shutil.rmtree(left, ignore_errors=True)
     whole = axis is not None and all(float(x).is_integer() for x in axis.numbers)
     steps = [int(x) for x in axis.numbers] if axis and whole else list(range(len(cells)))
     with _Writer(partial) as writer:

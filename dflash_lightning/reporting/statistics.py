@@ -52,10 +52,6 @@ class Estimate:
         """Whether the interval says that there is a difference."""
         return self.low > 0 or self.high < 0
 
-    def __str__(self) -> str:
-        """Return `1.85 [1.80, 1.90]`."""
-        return f"{self.mean:.3g} [{self.low:.3g}, {self.high:.3g}]"
-
 
 class Bootstrap:
     """Resampled prompts: runs that decoded the same prompts get the same resamples."""
