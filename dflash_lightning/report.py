@@ -199,7 +199,10 @@ def markdown(found: Found, figures: list[str]) -> str:
     for quantity in (ACCEPT_LEN, SPEEDUP):
         by_size = tables.block_sizes_table(cells, quantity, found.bootstrap)
         if by_size is not None:
-            parts += [f"## {quantity.words} by trained and decoded block size", by_size]
+            parts += [
+                f"## {quantity.words.capitalize()} by trained and decoded block size",
+                by_size,
+            ]
     if found.importances:
         parts += ["## Parameter importances", tables.importances_table(found.importances)]
     if found.trade_off is not None:

@@ -175,7 +175,7 @@ def test_trained_and_decoded_block_sizes(tmp_path: Path) -> None:
         decoded["block_sizes"] = {f"k{12 - size}": other}
         fake_run(tmp_path / f"k{size}", decoded, {"num_layers": 3, "block_size": size})
     text = report(compare=[str(tmp_path / "k*")]).read_text()
-    assert "accept length by trained and decoded block size" in text
+    assert "Accept length by trained and decoded block size" in text
     assert "| trained | decoded with K=4 | decoded with K=8 |" in text
     assert "Table 8" in text
 
