@@ -14,6 +14,7 @@ def acceptance_figure(found: DecodingReport) -> Figure:
         xlabel="position in the block",
         ylabel="share of cycles accepted up to here",
         ylim=(0, 1),
+        xticks=range(1, found.block_size),
         title=f"decoded, accept length {found.accept_len:.2f} ({found.cycles} cycles)",
     )
     return figure

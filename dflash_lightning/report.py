@@ -6,7 +6,6 @@ python -m dflash_lightning report --compare runs/quickstart/d1-* runs/quickstart
 
 import logging
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,8 +119,9 @@ def _analyse(
     bootstrap = Bootstrap()
     cells, older = make_cells(runs, bootstrap)
     skipped.update(older)
-    for name, reason in skipped.items():
-        log.info("report: left out: %s: %s", name, reason)
+    if skipped:
+        listed = "; ".join(_reasons(skipped))
+        log.info("report: %d of %d runs left out: %s", len(skipped), len(folders), listed)
     first = find_cell(cells, baseline) if baseline is not None else usual_baseline(cells)
     comparisons, unpaired = compare_cells(cells, first, bootstrap)
     return Found(
@@ -143,17 +143,22 @@ def _analyse(
 def _trade_off(
     cells: list[Cell], study: Study | None
 ) -> tuple[Quantity, Quantity, list[bool]] | None:
-    """Return the two quantities of a study's objectives and which cells are on their front."""
-    if study is None or len(study.metrics) != 2 or len(cells) < 2:
+    """Return two of a study's objectives, a time first, and which cells are on their front."""
+    if study is None or len(cells) < 2:
         return None
-    if not set(study.metrics) <= BY_METRIC.keys():
+    known = [
+        (BY_METRIC[name], direction)
+        for name, direction in zip(study.metrics, study.directions, strict=True)
+        if name in BY_METRIC and all(BY_METRIC[name].key in cell.estimates for cell in cells)
+    ]
+    costs = [pair for pair in known if pair[0] in (DRAFT_MS, VERIFY_MS)]
+    gains = [pair for pair in known if pair not in costs]
+    chosen = [*costs[:1], *gains][:2]
+    if len(chosen) < 2:
         return None
-    pair = [BY_METRIC[name] for name in study.metrics]
-    if any(q.key not in cell.estimates for q in pair for cell in cells):
-        return None
-    points = [[cell.estimates[q.key].mean for q in pair] for cell in cells]
-    order = (1, 0) if pair[1] in (DRAFT_MS, VERIFY_MS) else (0, 1)
-    return pair[order[0]], pair[order[1]], pareto(points, study.directions)
+    (x, _), (y, _) = chosen
+    points = [[cell.estimates[q.key].mean for q in (x, y)] for cell in cells]
+    return x, y, pareto(points, [direction for _, direction in chosen])
 
 
 def _write(found: Found, target: Path, board_root: Path) -> Path:
@@ -161,13 +166,13 @@ def _write(found: Found, target: Path, board_root: Path) -> Path:
     from dflash_lightning.reporting.plots import draw_all, save
 
     figures = draw_all(found.cells, found.axis, found.importances, found.trade_off)
-    save(figures, target / "figures")
+    pictures = save(figures, target / "figures")
     text = markdown(found, list(figures))
     write(target / "report.md", text)
     sweep = board_root / "sweep.yaml"
-    if sweep.is_file() and not (target / "sweep.yaml").exists():
-        shutil.copy(sweep, target / "sweep.yaml")
-    write_summary(board_root, found.cells, found.axis, figures, _short(found))
+    if sweep.is_file() and target.resolve() != board_root.resolve():
+        write(target / "sweep.yaml", sweep.read_bytes())
+    write_summary(board_root, found.cells, found.axis, pictures, _short(found))
     lines = tables.conclusions(found.comparisons)
     for line in lines[:MOST_SAID]:
         log.info("%s", line)
@@ -194,14 +199,19 @@ def markdown(found: Found, figures: list[str]) -> str:
     for quantity in (ACCEPT_LEN, SPEEDUP):
         by_size = tables.block_sizes_table(cells, quantity, found.bootstrap)
         if by_size is not None:
-            parts += [f"## {quantity.words} by trained and decoded block size", by_size]
+            parts += [
+                f"## {quantity.words.capitalize()} by trained and decoded block size",
+                by_size,
+            ]
     if found.importances:
         parts += ["## Parameter importances", tables.importances_table(found.importances)]
     if found.trade_off is not None:
         parts += ["## Pareto front", tables.pareto_table(cells, *found.trade_off)]
     unfinished = found.study.unfinished if found.study is not None else []
     if unfinished or found.skipped:
-        parts += ["## Not in here", _listed(unfinished + _reasons(found.skipped))]
+        lines = unfinished + _reasons(found.skipped)
+        counts = f"{len(unfinished)} trials, {len(found.skipped)} run folders:"
+        parts += ["## Not in here", counts, _listed(lines)]
     if beside := tables.published_parts(cells):
         note = "Another target, another budget, other prompts: only the direction compares."
         parts += ["## Published numbers of the same ablation", note, *beside]
@@ -212,7 +222,7 @@ def markdown(found: Found, figures: list[str]) -> str:
 def _asked(found: Found) -> list[str]:
     rows = tables.asked_for(found.study.sweep) if found.study is not None else []
     rows += tables.setting(found.runs)
-    return [tables.table(["what", "value"], rows), *tables.budget(found.cells)]
+    return [tables.table(["what", "value"], rows, right=False), *tables.budget(found.cells)]
 
 
 def _compared(found: Found) -> list[str]:

@@ -169,7 +169,11 @@ def fake_study(
                 trial=trial,
                 curves=curves,
             )
-            found = {"decode/accept_len": decoded["accept_len"], "decode/draft_ms": draft_ms}
+            found = {
+                "decode/accept_len": decoded["accept_len"],
+                "decode/speedup": 1.0,
+                "decode/draft_ms": draft_ms,
+            }
             study.add_trial(
                 optuna.trial.create_trial(
                     params={key: value},

@@ -116,6 +116,8 @@ def test_again_gives_the_same_bytes(study: Path, text: str) -> None:
 
 def test_out_and_baseline(study: Path, text: str, tmp_path: Path) -> None:
     before = sorted(p.name for p in study.iterdir())
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "sweep.yaml").write_text("of an earlier report")
     elsewhere = report(str(study), out=str(tmp_path / "docs"), baseline="2")
     assert elsewhere == tmp_path / "docs" / "report.md"
     assert (tmp_path / "docs" / "sweep.yaml").read_bytes() == (study / "sweep.yaml").read_bytes()
@@ -143,6 +145,21 @@ def test_categories_unequal_budgets_and_workers(tmp_path: Path) -> None:
     assert "Table 10" in text
 
 
+def test_three_objectives_show_accept_length_against_draft(tmp_path: Path) -> None:
+    """1 drafts fastest, 2 accepts most; 3 is slower than 2 and accepts less."""
+    objectives = [
+        ("decode/accept_len", "maximize"),
+        ("decode/speedup", "maximize"),
+        ("decode/draft_ms", "minimize"),
+    ]
+    folder = fake_study(tmp_path / "s", {1: 0.3, 2: 0.6, 3: 0.4}, (0,), objectives=objectives)
+    front = section(report(str(folder)).read_text(), "Pareto front")
+    assert [row.split("|")[1].strip() for row in front.strip().splitlines()[2:]] == [
+        "num_layers 1",
+        "num_layers 2",
+    ]
+
+
 def test_one_seed_is_said(tmp_path: Path) -> None:
     folder = fake_study(tmp_path / "one", {1: 0.3, 3: 0.5}, seeds=(0,))
     text = report(str(folder)).read_text()
@@ -158,7 +175,7 @@ def test_trained_and_decoded_block_sizes(tmp_path: Path) -> None:
         decoded["block_sizes"] = {f"k{12 - size}": other}
         fake_run(tmp_path / f"k{size}", decoded, {"num_layers": 3, "block_size": size})
     text = report(compare=[str(tmp_path / "k*")]).read_text()
-    assert "accept length by trained and decoded block size" in text
+    assert "Accept length by trained and decoded block size" in text
     assert "| trained | decoded with K=4 | decoded with K=8 |" in text
     assert "Table 8" in text
 
@@ -276,8 +293,25 @@ def test_unfinished_runs_are_named_and_left_out(
     (folder / "d3-k6-g3-t5-s1" / "decode_val.json").unlink()
     text = report(str(folder)).read_text()
     assert "d3-k6-g3-t5-s1: no decode_val.json: it did not reach its end" in text
+    assert "0 trials, 1 run folders:" in text
     assert "| 1 (0) |" in text
     assert "One seed only, so over prompts only: num_layers 3." in text
+
+
+def test_shares_and_times_are_never_below_zero(tmp_path: Path) -> None:
+    runs, _ = read_runs(find_runs(fake_study(tmp_path / "s", {1: 0.1, 3: 0.1}, (0, 1), prompts=4)))
+    cells, _ = make_cells(runs, Bootstrap(200))
+    for cell in cells:
+        assert cell.estimates["accept_rate/pos_3"].mean < 0.01
+        assert all(0 <= e.low <= e.mean <= e.high for e in cell.estimates.values())
+
+
+def test_one_run_and_one_prompt_have_nothing_to_compare(tmp_path: Path) -> None:
+    run = single(tmp_path / "a", 1, 0.3)
+    assert "One cell: nothing to compare." in report(str(run)).read_text()
+    text = report(str(fake_study(tmp_path / "s", {1: 0.3, 3: 0.5}, (0,), prompts=1))).read_text()
+    assert "one prompt was decoded: there is no interval" in text
+    assert "nan" not in text
 
 
 def test_no_study_storage_leaves_the_runs(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from dflash_lightning.reporting.statistics import (
     difference,
     estimate,
     holm,
-    seed_spread,
+    seed_spreads,
     t_quantile,
     t_tail,
 )
@@ -85,6 +85,30 @@ def test_coverage_of_a_cell(seeds: int, prompts: int, spreads: dict[str, float])
     assert 0.90 <= share(300, held) <= 0.99
 
 
+@pytest.mark.parametrize(
+    ("cells", "seeds", "spreads"),
+    [
+        (2, 3, {"of_cell_and_seed": 0.1, "noise": 0.1}),
+        (5, 3, {"of_cell_and_seed": 0.1, "noise": 0.1}),
+        (5, 3, {"of_seed": 0.1, "of_cell_and_seed": 0.05, "noise": 0.1}),
+        (4, 2, {"of_cell_and_seed": 0.05, "noise": 0.2}),
+    ],
+)
+def test_coverage_of_a_cell_with_the_spread_of_all(
+    cells: int, seeds: int, spreads: dict[str, float]
+) -> None:
+    bootstrap = Bootstrap(draws=200)
+
+    def held(rng: np.random.Generator) -> bool:
+        found = cells_of(rng, [0.1 * n for n in range(cells)], seeds, 16, of_prompt=0.1, **spreads)
+        together = seed_spreads(found, ratio, bootstrap)
+        assert together is not None
+        mean = estimate(found[0], ratio, bootstrap, together.of_cell)
+        return mean.low <= MEAN <= mean.high
+
+    assert 0.90 <= share(300, held) <= 0.99
+
+
 def test_a_percentile_bootstrap_over_three_seeds_would_not_cover() -> None:
     """Why it isn't done: the plain hierarchical bootstrap misses the truth far too often."""
     bootstrap = Bootstrap(draws=200)
@@ -114,8 +138,9 @@ def test_coverage_of_a_difference(cells: int, seeds: int, spreads: dict[str, flo
 
     def held(rng: np.random.Generator) -> bool:
         found = cells_of(rng, steps, seeds, 16, of_prompt=0.3, **spreads)
-        spread = seed_spread(found, ratio, bootstrap)
-        assert (spread is None) == (seeds == 1)
+        together = seed_spreads(found, ratio, bootstrap)
+        assert (together is None) == (seeds == 1)
+        spread = together.of_difference if together is not None else None
         pair = difference(found[0], found[1], ratio, bootstrap, spread)
         assert pair is not None
         return pair.low <= 0.1 <= pair.high
@@ -141,8 +166,10 @@ def test_all_cells_together_give_narrower_differences_than_two_alone() -> None:
     widths = []
     for _ in range(40):
         cells = cells_of(rng, [0, 0.1, 0.2, 0.3, 0.4], 3, 16, 0.3, of_cell_and_seed=0.05)
-        spread = seed_spread(cells, ratio, bootstrap)
-        pairs = [difference(cells[0], cells[1], ratio, bootstrap, s) for s in (spread, None)]
+        spreads = seed_spreads(cells, ratio, bootstrap)
+        assert spreads is not None
+        ways = (spreads.of_difference, None)
+        pairs = [difference(cells[0], cells[1], ratio, bootstrap, way) for way in ways]
         widths.append([p.high - p.low for p in pairs if p is not None])
     together, alone = np.mean(widths, axis=0)
     assert together < 0.75 * alone

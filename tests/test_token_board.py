@@ -175,7 +175,9 @@ def test_it_is_replaced_and_the_runs_are_not_touched(study: Path) -> None:
     assert not list(study.glob("*partial*"))
     assert not list(study.glob("*.old"))
     files = {p: p.read_bytes() for p in study.glob("d*/*")}
+    (study / ".summary.1.partial").mkdir()  # TensorBoard would show it as a run
     report(str(study))
+    assert not list(study.glob(".summary*"))
     assert {p: p.read_bytes() for p in study.glob("d*/*")} == files
 
 
@@ -221,3 +223,20 @@ def test_categories_are_placed_by_rank(tmp_path: Path) -> None:
     assert [e.step for e in events.Scalars("summary/accept_len")] == [0, 1]
     words = events.Tensors("summary/report")[0].tensor_proto.string_val[0].decode()
     assert "x axis: 0: dflash, 1: eagle3" in words
+
+
+def test_numbers_and_words_in_one_column(tmp_path: Path) -> None:
+    """As in a sweep over gamma that ends in `uniform`: the column is text, in all rows."""
+    key = "model.position_weights.init_args.gamma"
+    folder = fake_study(tmp_path / "gamma", {3: 0.5, 5: 0.4, "uniform": 0.3}, (0,), key=key)
+    text = report(str(folder)).read_text()
+    assert "| gamma 3 |" in text
+    assert "Figure 5" in text
+    content = events_of(folder / "summary").summary_metadata["_hparams_/experiment"].plugin_data
+    info = metadata.parse_experiment_plugin_data(content.content).hparam_infos[0]
+    assert [v.string_value for v in info.domain_discrete.values] == ["3", "5", "uniform"]
+    for name in ("gamma 3", "gamma uniform"):
+        found = events_of(folder / "summary" / "cells" / name).summary_metadata
+        data = found["_hparams_/session_start_info"].plugin_data.content
+        start = metadata.parse_session_start_info_plugin_data(data)
+        assert start.hparams[key].string_value == name.removeprefix("gamma ")

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure as Canvas
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -25,7 +24,6 @@ from tensorboard.plugins.text import metadata as text_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from dflash_lightning.reporting.cells import Axis, Cell, short_names, text_of
-from dflash_lightning.reporting.plots import png
 from dflash_lightning.reporting.quantities import ACCEPT_LEN, QUANTITIES
 
 SUMMARY = "summary"
@@ -38,7 +36,7 @@ def write_summary(
     folder: Path,
     cells: Sequence[Cell],
     axis: Axis | None,
-    figures: dict[str, Canvas],
+    pictures: dict[str, bytes],
     text: str,
 ) -> Path:
     """Write (or replace) the summary run under `folder` and return where it lies.
@@ -47,12 +45,13 @@ def write_summary(
         folder: The study's folder, the root that TensorBoard is pointed at.
         cells: The cells with their estimates.
         axis: The number along which scalars are placed; None places each cell at its rank.
-        figures: Shown as images.
+        pictures: PNGs by name.
         text: Shown as Markdown.
     """
     target = folder / SUMMARY
     partial = folder / f".{SUMMARY}.{os.getpid()}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
+    for left in folder.glob(f".{SUMMARY}.*"):  # by a writer that was killed
+        shutil.rmtree(left, ignore_errors=True)
     whole = axis is not None and all(float(x).is_integer() for x in axis.numbers)
     steps = [int(x) for x in axis.numbers] if axis and whole else list(range(len(cells)))
     with _Writer(partial) as writer:
@@ -63,13 +62,16 @@ def write_summary(
                     writer.scalar(f"{SUMMARY}/{name}/low", estimate.low, step)
                     writer.scalar(f"{SUMMARY}/{name}/high", estimate.high, step)
         writer.layout(_layout(cells, axis))
-        for name, figure in figures.items():
-            writer.image(f"figures/{name}", png(figure, 110))
+        for name, picture in pictures.items():
+            writer.image(f"figures/{name}", picture)
         at = ", ".join(f"{s}: {c.label}" for s, c in zip(steps, cells, strict=True))
         writer.text(f"{SUMMARY}/report", f"{'' if whole else f'x axis: {at}'}\n\n{text}")
         writer.raw(_experiment(cells))
-    for rank, cell in enumerate(_best_first(cells), start=1):
-        _write_cell(partial, rank, cell)
+    columns = {key: _column([cell.values[key] for cell in cells]) for key in cells[0].values}
+    columns["seeds"] = [float(len(cell.runs)) for cell in cells]
+    best_first = sorted(range(len(cells)), key=lambda i: -cells[i].estimates[ACCEPT_LEN.key].mean)
+    for rank, i in enumerate(best_first, start=1):
+        _write_cell(partial, rank, cells[i], {key: column[i] for key, column in columns.items()})
     replaced = folder / f".{SUMMARY}.{os.getpid()}.old"
     if target.exists():
         target.rename(replaced)
@@ -78,11 +80,7 @@ def write_summary(
     return target
 
 
-def _best_first(cells: Sequence[Cell]) -> list[Cell]:
-    return sorted(cells, key=lambda cell: -cell.estimates[ACCEPT_LEN.key].mean)
-
-
-def _write_cell(folder: Path, rank: int, cell: Cell) -> None:
+def _write_cell(folder: Path, rank: int, cell: Cell, values: dict[str, float | str]) -> None:
     """Write a row of the HParams tab, which orders rows by their group's name: best first."""
     name = cell.label.replace("/", "_")
     with _Writer(folder / "cells" / name) as writer:
@@ -92,8 +90,6 @@ def _write_cell(folder: Path, rank: int, cell: Cell) -> None:
         estimate = cell.estimates[ACCEPT_LEN.key]
         writer.scalar("hp/accept_len_low", estimate.low, 0)
         writer.scalar("hp/accept_len_high", estimate.high, 0)
-        values = {key: _plain(value) for key, value in cell.values.items()}
-        values["seeds"] = len(cell.runs)
         writer.raw(hparams.hparams_pb(values, trial_id=f"{rank:02d} {name}"))
 
 
@@ -101,7 +97,8 @@ def _experiment(cells: Sequence[Cell]) -> Summary:
     """Return what the HParams tab shows: the varied keys, then accept length and speed."""
     keys = list(cells[0].values)
     names = short_names(keys)
-    shown = [hparams.HParam(key, _domain(key, cells), names[key]) for key in keys]
+    columns = {key: _column([cell.values[key] for cell in cells]) for key in keys}
+    shown = [hparams.HParam(key, _domain(columns[key]), names[key]) for key in keys]
     counts = sorted({len(cell.runs) for cell in cells})
     shown.append(hparams.HParam("seeds", hparams.Discrete(counts), "seeds"))
     metrics = [
@@ -117,17 +114,18 @@ def _experiment(cells: Sequence[Cell]) -> Summary:
     return hparams.hparams_config_pb(shown, metrics)
 
 
-def _domain(key: str, cells: Sequence[Cell]) -> Any:
-    values = [_plain(cell.values[key]) for cell in cells]
-    if all(isinstance(v, float) for v in values) and len(set(values)) > 1:
-        return hparams.RealInterval(min(values), max(values))
-    return hparams.Discrete(sorted({str(v) for v in values}), str)
+def _domain(values: Sequence[float | str]) -> Any:
+    numbers = [value for value in values if isinstance(value, float)]
+    if len(numbers) == len(values) and len(set(numbers)) > 1:
+        return hparams.RealInterval(min(numbers), max(numbers))
+    return hparams.Discrete(sorted(set(values), key=str))
 
 
-def _plain(value: Any) -> float | str:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    return text_of(value)
+def _column(values: Sequence[Any]) -> list[float | str]:
+    """Return a key's values as numbers, or all as text where one is none."""
+    if all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
+        return [float(v) for v in values]
+    return [text_of(value) for value in values]
 
 
 def _layout(cells: Sequence[Cell], axis: Axis | None) -> layout_pb2.Layout:

@@ -9,7 +9,7 @@ from typing import Any
 from dflash_lightning.errors import UserError
 from dflash_lightning.reporting.quantities import ACCEPT_LEN, QUANTITIES, Quantity, accepted_up_to
 from dflash_lightning.reporting.runs import Run
-from dflash_lightning.reporting.statistics import Bootstrap, Estimate, estimate
+from dflash_lightning.reporting.statistics import Bootstrap, Estimate, estimate, seed_spreads
 
 NOT_COMPARED = (
     "seed_everything",
@@ -88,7 +88,7 @@ def make_cells(runs: Sequence[Run], bootstrap: Bootstrap) -> tuple[list[Cell], d
     axis = axis_of(cells)
     if axis is not None:
         cells.sort(key=lambda cell: number(cell.values[axis.key]))
-    cells = [_estimated(cell, bootstrap) for cell in cells]
+    cells = _estimated(cells, bootstrap)
     if is_search(cells):
         cells.sort(key=lambda cell: -cell.estimates[ACCEPT_LEN.key].mean)
     return cells, left_out
@@ -177,7 +177,7 @@ def text_of(value: Any) -> str:
     if isinstance(value, dict) and "class_path" in value:
         args = value.get("init_args") or {}
         inner = ", ".join(f"{k}={text_of(v)}" for k, v in args.items())
-        return text_of(value["class_path"]) + (f"({inner})" if inner else "")
+        return str(value["class_path"]).rpartition(".")[2] + (f"({inner})" if inner else "")
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, str):
@@ -214,20 +214,24 @@ def _values(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return [{key: run.config.get(key) for key in compared} for run in runs]
 
 
-def _estimated(cell: Cell, bootstrap: Bootstrap) -> Cell:
-    measured = [run.measured for run in cell.runs]
-    positions = [accepted_up_to(k) for k in range(1, min(r.block_size for r in cell.runs))]
-    estimates = {
-        q.key: estimate(measured, q.figure, bootstrap)
-        for q in (*QUANTITIES, *positions)
-        if q.known(measured)
-    }
-    for q in positions:
-        found = estimates[q.key]
-        if not math.isnan(found.low):  # a share
-            low, high = max(found.low, 0.0), min(found.high, 1.0)
-            estimates[q.key] = replace(found, low=low, high=high)
-    return Cell(cell.values, cell.label, cell.runs, estimates)
+def _estimated(cells: Sequence[Cell], bootstrap: Bootstrap) -> list[Cell]:
+    """Return the cells with their estimates; all quantities are 0 or more, shares at most 1."""
+    measured = [[run.measured for run in cell.runs] for cell in cells]
+    most = max(run.block_size for cell in cells for run in cell.runs)
+    shares = [accepted_up_to(k) for k in range(1, most)]
+    made: list[dict[str, Estimate]] = [{} for _ in cells]
+    for q in (*QUANTITIES, *shares):
+        in_all = all(q.known(runs) for runs in measured)
+        spreads = seed_spreads(measured, q.figure, bootstrap) if in_all else None
+        for runs, estimates in zip(measured, made, strict=True):
+            if q.known(runs):
+                spread = spreads.of_cell if spreads is not None else None
+                found = estimate(runs, q.figure, bootstrap, spread)
+                if not math.isnan(found.low):
+                    high = min(found.high, 1.0) if q in shares else found.high
+                    found = replace(found, low=max(found.low, 0.0), high=high)
+                estimates[q.key] = found
+    return [replace(c, estimates=found) for c, found in zip(cells, made, strict=True)]
 
 
 def _plain(value: Any) -> str:

@@ -1,11 +1,18 @@
 """Paired comparisons of cells: with the baseline, and of neighbours on the axis."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dflash_lightning.reporting.cells import Cell, axis_of, is_search, quantities
 from dflash_lightning.reporting.quantities import ACCEPT_LEN, MODELLED, SPEEDUP, Quantity
-from dflash_lightning.reporting.statistics import Bootstrap, Estimate, difference, holm, seed_spread
+from dflash_lightning.reporting.statistics import (
+    Bootstrap,
+    Estimate,
+    difference,
+    holm,
+    seed_spreads,
+)
 
 MOST_OF_A_SEARCH = 10
 """Cells of a search that are compared with the baseline."""
@@ -43,9 +50,9 @@ def compare_cells(
     found: list[tuple[Quantity, Cell, Cell, Estimate]] = []
     impossible: dict[str, None] = {}
     for quantity in (q for q in (ACCEPT_LEN, SPEEDUP, MODELLED) if q in known):
-        spread = seed_spread(
-            [[run.measured for run in c.runs] for c in cells], quantity.figure, bootstrap
-        )
+        measured = [[run.measured for run in cell.runs] for cell in cells]
+        spreads = seed_spreads(measured, quantity.figure, bootstrap)
+        spread = spreads.of_difference if spreads is not None else None
         for cell, other in pairs(cells, baseline):
             first, second = ([run.measured for run in c.runs] for c in (other, cell))
             estimate = difference(first, second, quantity.figure, bootstrap, spread)
@@ -53,6 +60,8 @@ def compare_cells(
                 common = set(cell.seeds) & set(other.seeds)
                 why = "their runs decoded different prompts" if common else "no seed in common"
                 impossible[f"{cell.label} and {other.label} can't be paired: {why}"] = None
+            elif math.isnan(estimate.low):
+                impossible["one prompt was decoded: there is no interval"] = None
             else:
                 found.append((quantity, cell, other, estimate))
     kept = holm([estimate.p_value for *_, estimate in found])

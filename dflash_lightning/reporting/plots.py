@@ -72,21 +72,21 @@ def draw_all(
     return figures
 
 
-def save(figures: dict[str, Canvas], folder: Path) -> None:
-    """Write each figure as `folder/NAME.png` and `.svg`, the same bytes for the same figure."""
+def save(figures: dict[str, Canvas], folder: Path) -> dict[str, bytes]:
+    """Write each figure as `folder/NAME.png` and `.svg`, and return the PNGs.
+
+    The same figure gives the same bytes.
+    """
+    pictures = {}
     for name, figure in figures.items():
-        write(folder / f"{name}.png", png(figure, 160))
-        stream = io.BytesIO()
+        png, svg = io.BytesIO(), io.BytesIO()
+        figure.savefig(png, format="png", dpi=144, metadata={"Software": None})
         with mpl.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
-            figure.savefig(stream, format="svg", metadata={"Date": None})
-        write(folder / f"{name}.svg", stream.getvalue())
-
-
-def png(figure: Canvas, dots_per_inch: int) -> bytes:
-    """Return a figure as the bytes of a PNG file."""
-    stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=dots_per_inch, metadata={"Software": None})
-    return stream.getvalue()
+            figure.savefig(svg, format="svg", metadata={"Date": None})
+        write(folder / f"{name}.svg", svg.getvalue())
+        write(folder / f"{name}.png", png.getvalue())
+        pictures[name] = png.getvalue()
+    return pictures
 
 
 def by_position(cells: Sequence[Cell], axis: Axis | None) -> Canvas:

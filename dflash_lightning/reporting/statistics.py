@@ -5,8 +5,8 @@ are sampled apart: seeds (the spread of the runs, over their number) and prompts
 which all seeds and all cells see the same resampled prompts, so that what a prompt does to all of
 them counts once within a cell and cancels between two). Few seeds make a normal or percentile
 interval too narrow (with three it can hold 77% instead of 95%), hence Student's t, with
-Satterthwaite's degrees of freedom. Where all cells have the same seeds, differences of cells take
-the spread over seeds from all of them together, as in a two-way analysis of variance.
+Satterthwaite's degrees of freedom; and where all cells have the same seeds, the spread over seeds
+is taken from all of them together, as in a two-way analysis of variance.
 """
 
 import hashlib
@@ -52,10 +52,6 @@ class Estimate:
         """Whether the interval says that there is a difference."""
         return self.low > 0 or self.high < 0
 
-    def __str__(self) -> str:
-        """Return `1.85 [1.80, 1.90]`."""
-        return f"{self.mean:.3g} [{self.low:.3g}, {self.high:.3g}]"
-
 
 class Bootstrap:
     """Resampled prompts: runs that decoded the same prompts get the same resamples."""
@@ -81,36 +77,54 @@ class Bootstrap:
             return figure({name: counts @ column for name, column in run.columns.items()})
 
 
-def estimate(runs: Sequence[Measured], figure: Figure, bootstrap: Bootstrap) -> Estimate:
-    """Return the mean of a figure over runs that differ by their seed."""
-    drawn = np.stack([bootstrap.figures(run, figure) for run in runs])
-    return _estimate(drawn, [run.seed for run in runs], min(len(r.prompts) for r in runs))
+@dataclass(frozen=True)
+class Spread:
+    """How much a figure, or the difference of two cells, varies from seed to seed."""
+
+    variance: float
+    freedom: float
 
 
 @dataclass(frozen=True)
-class Spread:
-    """How much the difference of two cells varies from seed to seed, in all cells alike."""
+class Spreads:
+    """The spread over seeds, taken as alike in all cells."""
 
-    variance: float
-    freedom: int
+    of_cell: Spread
+    of_difference: Spread
 
 
-def seed_spread(
+def seed_spreads(
     cells: Sequence[Sequence[Measured]], figure: Figure, bootstrap: Bootstrap
-) -> Spread | None:
-    """Return the spread of differences over seeds, from what cell and seed together leave over.
+) -> Spreads | None:
+    """Return the spread over seeds from all cells together: what seed, and cell and seed, add.
 
-    None where the cells don't all have the same prompts and seeds, two or more; of two cells it is
-    what they show themselves.
+    None where the cells don't all have the same prompts and seeds, two or more.
     """
     seeds = {tuple(run.seed for run in runs) for runs in cells}
     prompts = {run.prompts for runs in cells for run in runs}
     if len(seeds) != 1 or len(prompts) != 1 or len(cells) < 2 or len(cells[0]) < 2:
         return None
     found = np.array([[bootstrap.figures(run, figure)[0] for run in runs] for runs in cells])
+    many, number = found.shape
     left = found - found.mean(axis=0) - found.mean(axis=1, keepdims=True) + found.mean()
-    freedom = (found.shape[0] - 1) * (found.shape[1] - 1)
-    return Spread(float(2 * (left**2).sum() / freedom), freedom)
+    freedom = (many - 1) * (number - 1)
+    both = float((left**2).sum()) / freedom
+    of_seed = many * float(found.mean(axis=0).var(ddof=1))
+    parts = of_seed / many, both * (many - 1) / many
+    squares = parts[0] ** 2 / (number - 1) + parts[1] ** 2 / freedom
+    of_cell = Spread(sum(parts), sum(parts) ** 2 / squares if squares else freedom)
+    return Spreads(of_cell, Spread(2 * both, freedom))
+
+
+def estimate(
+    runs: Sequence[Measured], figure: Figure, bootstrap: Bootstrap, spread: Spread | None = None
+) -> Estimate:
+    """Return the mean of a figure over runs that differ by their seed.
+
+    Without `spread`, the spread over seeds is these runs' own.
+    """
+    drawn = np.stack([bootstrap.figures(run, figure) for run in runs])
+    return _estimate(drawn, [run.seed for run in runs], min(len(r.prompts) for r in runs), spread)
 
 
 def difference(
@@ -127,7 +141,7 @@ def difference(
         others: Those of another.
         figure: What is compared.
         bootstrap: The resampled prompts.
-        spread: Of `seed_spread`; without it, the two cells' own.
+        spread: Of a difference; without it, the two cells' own.
 
     Returns:
         None where they have no seed in common, or the runs of a seed decoded other prompts.

@@ -72,14 +72,15 @@ def load_study(folder: Path) -> Study | None:
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
-        study = optuna.load_study(study_name=folder.name, storage=_storage(folder, sweep))
+        name = str(sweep.get("name") or folder.resolve().name)
+        study = optuna.load_study(study_name=name, storage=_storage(folder, sweep))
         directions: list[Direction] = [
             "maximize" if direction.name == "MAXIMIZE" else "minimize"
             for direction in study.directions
         ]
         metrics = study.user_attrs.get("metric_names") or study.metric_names
         metrics = metrics or [f"objective {i + 1}" for i in range(len(directions))]
-        return Study(folder.name, sweep, study.get_trials(deepcopy=False), directions, metrics)
+        return Study(name, sweep, study.get_trials(deepcopy=False), directions, metrics)
     except Exception as error:  # storages raise many unrelated types
         line = (str(error).splitlines() or [type(error).__name__])[0]
         log.info("report: the study of %s can't be read (%s); its runs are used", folder, line)

@@ -1,6 +1,7 @@
 """The parts of `report.md`."""
 
 import math
+import shlex
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
@@ -12,13 +13,19 @@ from dflash_lightning.reporting.quantities import Quantity, accepted_up_to
 from dflash_lightning.reporting.runs import Run
 from dflash_lightning.reporting.statistics import Bootstrap, Estimate, estimate
 
+ASKED = (
+    *("experiments", "space", "aliases", "settings", "seeds", "objectives", "sampler", "pruner"),
+    *("monitor", "trials", "budget"),
+)
+"""Keys of a sweep's file that are repeated in its report."""
+STEPS = "trainer.max_steps"
 UNEQUAL = 0.01
 """Relative difference of two cells' supervised tokens from which it is said."""
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table; columns after the first are set right."""
-    lines = [header, [":--", *["--:"] * (len(header) - 1)], *rows]
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: bool = True) -> str:
+    """Return a Markdown table; columns after the first are set right, for numbers."""
+    lines = [header, [":--", *["--:" if right else ":--"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(str(c).replace('|', '/') for c in line)} |" for line in lines)
 
 
@@ -45,7 +52,7 @@ def cells_table(cells: Sequence[Cell]) -> str:
                 f"{len(cell.runs)} ({', '.join(map(str, cell.seeds))})",
                 str(first.prompts),
                 "?" if None in tokens else f"{fmean(t for t in tokens if t is not None):,.0f}",
-                "?" if None in parameters else f"{parameters[0] / 1e6:.1f}",
+                "?" if None in parameters else f"{parameters[0] / 1e6:.3g}",
             ]
         )
     return table(header, rows)
@@ -62,8 +69,7 @@ def uncertainty(cells: Sequence[Cell]) -> str:
     words = (
         "95% intervals of the mean over seeds, from the spread of the seeds and a bootstrap over "
         "prompts (all seeds and cells see the same resamples), with Student's t for so few seeds. "
-        "In differences, the spread over seeds is taken as alike in all cells, where all have the "
-        "same seeds."
+        "The spread over seeds is taken as alike in all cells, where all have the same seeds."
     )
     if counts[0] == 1:
         single = ", ".join(cell.label for cell in cells if len(cell.runs) == 1)
@@ -169,10 +175,10 @@ def setting(runs: Sequence[Run]) -> list[list[str]]:
         "prompts": "data.prompts.class_path",
         "drafter layers": "model.num_layers",
         "K": "model.block_size",
-        "steps": "trainer.max_steps",
         "decoded, new tokens a prompt": "decode.max_new_tokens",
     }
     rows = [[name, _common([run.config.get(key) for run in runs])] for name, key in keys.items()]
+    rows.append(["steps", _common([r.record.get("steps", r.config.get(STEPS)) for r in runs])])
     rows.append(["held-out prompts decoded", _common([run.decoded["prompts"] for run in runs])])
     rows.append(["decoded together", _common([run.decoded.get("batch_size") for run in runs])])
     environments = [run.record.get("environment", {}) for run in runs]
@@ -230,18 +236,19 @@ def commands(cells: Sequence[Cell]) -> list[str]:
     """Return the command line of each run that recorded one."""
     found = []
     for run in (run for cell in cells for run in cell.runs):
-        argv = run.record.get("command")
-        if argv:
-            found.append(" ".join(map(_quoted, argv)))
+        words = [str(word) for word in run.record.get("command") or []]
+        if words:
+            start = [] if "dflash_lightning" in words else ["python", "-m", "dflash_lightning"]
+            found.append(shlex.join(start + words))
     return found
 
 
 def asked_for(sweep: dict[str, Any]) -> list[list[str]]:
     """Return what a sweep's file said, key by key."""
     rows = []
-    for key in ("experiments", "space", "seeds", "objectives", "sampler", "pruner", "budget"):
+    for key in ASKED:
         value = sweep.get(key)
-        if value is None:
+        if value is None or value == {}:
             continue
         if key == "objectives" and isinstance(value, list):
             value = [f"{o['metric']} ({o['direction']})" for o in value]
@@ -268,8 +275,3 @@ def _listed(value: Any) -> str:
     if isinstance(value, dict) and "class_path" not in value:
         return ", ".join(f"{k} {_listed(v)}" for k, v in value.items())
     return text_of(value)
-
-
-def _quoted(word: str) -> str:
-    word = str(word)
-    return f"'{word}'" if set(word) & set(" '\"[]{}*$&;()<>|") else word
