@@ -36,7 +36,7 @@ class Budget(pl.Callback):
         for name, value in self.asked.items():
             if not (value > 0 and math.isfinite(value)):
                 raise UserError(f"budget.{name}: needs a positive number, got {value}")
-        self.progress = 0.0
+        self.progress, self.tokens = 0.0, 0
         self.seconds, self.flops = 0.0, 0.0
         self._began: float | None = None
 
@@ -81,21 +81,32 @@ class Budget(pl.Callback):
         """Take up what was used before a checkpoint."""
         self.seconds, self.flops = state_dict["seconds"], state_dict["flops"]
 
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Add up the tokens of all processes."""
+        self.tokens = int(_total(trainer, pl_module, cast(Any, pl_module).supervised_tokens))
+
     def _progress(self, trainer: pl.Trainer, module: pl.LightningModule) -> float:
         """Return the share of the budget that is used, the same in all processes."""
         for name, limit in self.asked.items():
             if name == "minutes":
-                used = trainer.strategy.reduce(torch.tensor(self._elapsed()), reduce_op="mean") / 60
+                used = _total(trainer, module, self._elapsed() / 60) / trainer.world_size
             else:
                 own = cast(Any, module).supervised_tokens if name == "tokens" else self.flops
-                own = torch.tensor(float(own), dtype=torch.float64)
-                used = trainer.strategy.reduce(own, reduce_op="sum")
-            return float(used) / limit
+                used = _total(trainer, module, own)
+            return used / limit
         return 0.0
 
     def _elapsed(self) -> float:
         running = 0.0 if self._began is None else time.perf_counter() - self._began
         return self.seconds + running
+
+
+def _total(trainer: pl.Trainer, module: pl.LightningModule, value: float) -> float:
+    """Return the sum of a value over all processes."""
+    if trainer.world_size == 1:
+        return float(value)
+    own = torch.tensor(float(value), dtype=torch.float64, device=module.device)
+    return float(trainer.strategy.reduce(own, reduce_op="sum"))
 
 
 class Schedule(NamedTuple):

@@ -73,7 +73,7 @@ class RunRecord(SaveConfigCallback):
         (folder / name).write_text(yaml.safe_dump(self.plain, sort_keys=False))
         if stage != "fit":
             return
-        self._write(trainer, pl_module)
+        self._write(trainer)
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.log_hyperparams(
@@ -83,9 +83,9 @@ class RunRecord(SaveConfigCallback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write run.json again, with what the run came to."""
         if trainer.is_global_zero:
-            self._write(trainer, pl_module)
+            self._write(trainer)
 
-    def _write(self, trainer: pl.Trainer, module: Any) -> None:
+    def _write(self, trainer: pl.Trainer) -> None:
         folder, budget = run_folder(trainer), budget_of(trainer)
         if folder is None:
             return
@@ -93,7 +93,7 @@ class RunRecord(SaveConfigCallback):
             "command": self.command,
             "config_hash": config_hash(self.plain),
             "seed": self.plain["seed_everything"],
-            "supervised_tokens": getattr(module, "supervised_tokens", 0),
+            "supervised_tokens": 0 if budget is None else budget.tokens,
             "steps": trainer.global_step,
             "train_seconds": None if budget is None else round(budget.seconds, 3),
             "budget": (budget.asked or None) if budget else None,

@@ -9,8 +9,9 @@ import warnings
 from importlib import import_module
 from pathlib import Path
 
-from optuna.exceptions import ExperimentalWarning
+from optuna.exceptions import ExperimentalWarning, StorageInternalError
 
+from dflash_lightning.errors import UserError
 from dflash_lightning.sweeps.locks import Presence, locked
 from dflash_lightning.sweeps.spec import Spec, read_spec
 
@@ -28,15 +29,19 @@ def sweep(spec: Spec) -> None:
         UserError: The sweep makes no sense, or the study is another's; nothing was trained.
         KeyboardInterrupt: Ctrl-C; the running trial was given back.
     """
-    from dflash_lightning.sweeps.worker import Worker, conclude
+    from dflash_lightning.sweeps.live import conclude
+    from dflash_lightning.sweeps.worker import Worker
 
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
-    with Presence(spec.folder.parent / ".workers") as presence:
-        worker = Worker(spec, presence)
-        all_ended = worker.work()
-    for line in conclude(worker):
+    try:
+        with Presence(spec.folder.parent / ".workers") as presence:
+            worker = Worker(spec, presence)
+            all_ended = worker.work()
+    except StorageInternalError as error:
+        raise UserError(f"storage: {str(error).splitlines()[0]}") from error
+    for line in conclude(worker.trials):
         sys.stdout.write(line + "\n")
-    if all_ended:
+    if all_ended and worker.has_values:
         with locked(spec.folder / "lock"):
             report(spec.folder)
 
@@ -44,4 +49,4 @@ def sweep(spec: Spec) -> None:
 def report(folder: Path) -> None:
     """Write a study's report, where the package has one."""
     if importlib.util.find_spec("dflash_lightning.report") is not None:
-        import_module("dflash_lightning.report").report(folder)
+        import_module("dflash_lightning.report").report(str(folder))

@@ -2,27 +2,33 @@
 line is read for real, and a stand-in says what came of it.
 """
 
+import io
 import json
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import optuna
 import pytest
+import torch
 import yaml
 from optuna.trial import TrialState
+from rich.console import Console
 
 from dflash_lightning.cli import main
 from dflash_lightning.commands import run_command
 from dflash_lightning.errors import UserError
 from dflash_lightning.sweeps import worker
 from dflash_lightning.sweeps.cells import command, stored
+from dflash_lightning.sweeps.live import View
 from dflash_lightning.sweeps.locks import Presence
-from dflash_lightning.sweeps.parsing import check_cells, meaning
-from dflash_lightning.sweeps.spec import read_spec
-from dflash_lightning.sweeps.study import open_storage
-from dflash_lightning.sweeps.trial import Outcome, Watch
+from dflash_lightning.sweeps.parsing import Meaning, check_cells, meaning
+from dflash_lightning.sweeps.spec import LOGGED, read_spec
+from dflash_lightning.sweeps.study import Trials, open_storage
+from dflash_lightning.sweeps.trial import Outcome, Watch, train
 
 SWEEPS = sorted((Path(__file__).parent.parent / "sweeps").rglob("*.yaml"))
 ROOT = Path(__file__).parent.parent
@@ -45,7 +51,7 @@ class Sweep:
             "results": str(self.results),
         }
         self.trained: list[tuple[Any, int]] = []
-        self.key = "model.num_layers"
+        self.key, self.identity = "model.num_layers", ""
         self.fate: Callable[[Any, int], Outcome | BaseException | None] = lambda *_: None
 
     def write(self, name: str = "depth", **changes: Any) -> list[str]:
@@ -65,13 +71,18 @@ class Sweep:
         seed = int(words[words.index("--seed_everything") + 1])
         self.trained.append((value, seed))
         folder.mkdir(parents=True)
-        run = {"config_hash": meaning(words).identity}
-        (folder / "run.json").write_text(json.dumps(run))
+        (folder / "run.json").write_text(json.dumps({"config_hash": self.identity}))
         fate = self.fate(value, seed)
         if isinstance(fate, BaseException):
             raise fate
         score = float(value) if not isinstance(value, str) else 1.0
         return fate or Outcome({"decode/accept_len": score + seed / 10, "decode/speedup": 0.5})
+
+    def meaning(self, words: Sequence[str]) -> Meaning:
+        """Read a trial's command line, and remember what a run of it would write of itself."""
+        read = meaning(words)
+        self.identity = read.identity
+        return read
 
     def study(self, name: str = "depth") -> optuna.Study:
         spec = read_spec(["-c", str(self.folder / f"{name}.yaml")])
@@ -91,6 +102,7 @@ class Sweep:
 def sweep(experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
     made = Sweep(experiment, tmp_path)
     monkeypatch.setattr(worker, "train", made.train)
+    monkeypatch.setattr(worker, "meaning", made.meaning)
     return made
 
 
@@ -108,6 +120,7 @@ def test_every_cell_is_trained_with_every_seed_all_cells_of_a_seed_first(sweep: 
     kept = yaml.safe_load((folder / "sweep.yaml").read_text())
     assert kept["sampler"]["class_path"].endswith("BruteForceSampler")
     assert (kept["seeds"], kept["budget"]) == ([0, 1], None)
+    assert kept["objectives"] == [{"metric": "decode/accept_len", "direction": "maximize"}]
     study = sweep.study()
     assert study.user_attrs["metric_names"] == study.metric_names == ["decode/accept_len"]
     words = shlex.split(study.trials[3].user_attrs["command"])[3:]
@@ -339,6 +352,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"space": {}}, r"space: needs a key"),
     ({"space": {"seed_everything": choices(1, 2)}}, r"seed_everything: .*--seeds"),
     ({"settings": {"model.num_layers": 3}}, r"settings: model\.num_layers: .*in the space"),
+    ({"settings": {"trainer.devices": 2}}, r"trainer\.devices: a trial has one device"),
     ({"settings": {"model.wdth": 3}}, r"model\.wdth"),
     ({"aliases": {"deep": {"model.num_layers": 3}}}, r"aliases: no choice .* called deep"),
     ({"sampler": {"class_path": "Foo"}}, r"sampler.*Foo"),
@@ -459,6 +473,78 @@ def test_workers_of_a_machine_are_counted_and_the_dead_are_not(tmp_path: Path) -
     assert Presence(tmp_path).alive() == 0
 
 
+def test_workers_divide_the_threads_and_say_that_speeds_are_void(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Any] = []
+
+    def train(words: Sequence[str], folder: Path, watch: Watch, workers: int) -> Outcome:
+        seen.append((workers, torch.get_num_threads()))
+        return sweep.train(words, folder, watch, workers)
+
+    monkeypatch.setattr(worker, "train", train)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: seen.append(n))
+    with Presence(sweep.results / ".workers"):
+        sweep.run(seeds=[0])
+    assert [x for x in seen if isinstance(x, int)] == [4, 4, 8]
+    assert [x for x in seen if isinstance(x, tuple)] == [(2, 8), (2, 8)]
+    assert capsys.readouterr().out.count("speeds measured now are void") == 1
+
+
+def test_a_hopeless_trial_ends_in_the_middle_of_its_training(
+    experiment: Path, tmp_path: Path
+) -> None:
+    seen: list[tuple[int, float]] = []
+
+    def hopeless(step: int, value: float) -> bool:
+        seen.append((step, value))
+        return True
+
+    words = ["fit", "-c", str(experiment), "--trainer.default_root_dir", str(tmp_path)]
+    outcome = train(words, tmp_path / "run", Watch("val/accept_len", hopeless), 1)
+    assert outcome.pruned
+    assert [step for step, _ in seen] == [50]
+    assert seen[0][1] >= 1.0
+
+
+def test_a_monitor_that_no_run_logs_ends_the_trial_at_its_first_validation() -> None:
+    trainer: Any = SimpleNamespace(
+        state=SimpleNamespace(fn="fit"), sanity_checking=True, callback_metrics={"val/loss": 1.0}
+    )
+    watch = Watch("val/nothing", lambda *_: True)
+    watch.on_validation_end(trainer, None)  # type: ignore[arg-type]
+    trainer.sanity_checking = False
+    with pytest.raises(UserError, match="monitor: this run logs no val/nothing"):
+        watch.on_validation_end(trainer, None)  # type: ignore[arg-type]
+
+
+def test_the_table_shows_states_values_and_what_fits(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep.fate = lambda layers, _: Outcome({}, "out of memory") if layers == 3 else None
+    sweep.run(space={"model.num_layers": choices(*range(1, 9))}, seeds=[0])
+    spec = read_spec(["-c", str(sweep.folder / "depth.yaml")])
+    view = View(Trials(spec, {}))
+    view.console = Console(file=io.StringIO(), width=120, height=20, force_terminal=True)
+    with view:
+        view.refresh()
+        part = view.console.file.getvalue()  # type: ignore[attr-defined]
+    whole = view.console.file.getvalue()[len(part) :]  # type: ignore[attr-defined]
+    assert "8 of 8 trials" in part
+    assert "num_layers=8" in part
+    assert "num_layers=1 " not in part
+    for words in ("num_layers=1 ", "num_layers=8", "failed: out of memory", "8.000"):
+        assert words in whole
+
+
+def test_a_storages_password_stays_out_of_files(sweep: Sweep) -> None:
+    args = sweep.write(storage="postgresql+psycopg://me:secret@host/db")
+    spec = read_spec(args)
+    assert spec.storage == "postgresql+psycopg://me:secret@host/db"
+    assert spec.plain["storage"] == "postgresql+psycopg://me:***@host/db"
+
+
 def test_real_trials_train_fail_and_can_be_pasted(experiment: Path, tmp_path: Path) -> None:
     """One cell trains, the other's loss becomes no number; pasting repeats the first."""
     made, metrics = Sweep(experiment, tmp_path), ["decode/accept_len", "cost/draft_ms"]
@@ -481,6 +567,8 @@ def test_real_trials_train_fail_and_can_be_pasted(experiment: Path, tmp_path: Pa
     assert run["budget"] == {"tokens": 150}
     trial = json.loads((folder / "trial.json").read_text())
     assert trial["values"] == dict(zip(metrics, done.values, strict=True))
+    unknown = [m for m in trial["metrics"] if not re.fullmatch(LOGGED, m)]
+    assert all(metric.startswith("train/") for metric in unknown)
     assert (folder / "checkpoints" / "last.ckpt").is_file()
     assert list(folder.glob("events.out.tfevents.*"))
     again = tmp_path / "again"

@@ -36,7 +36,7 @@ class Workers:
             "space": {"model.num_layers": depths},
             "settings": {"decode.every_n_steps": None, "trainer.val_check_interval": 30},
             "seeds": [0, 1],
-            "budget": {"tokens": 6000},
+            "budget": {"tokens": 8000},
             "storage": storage,
             "results": str(folder / "results"),
         }
@@ -49,7 +49,7 @@ class Workers:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "2"},
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         self.processes.append(process)
@@ -80,7 +80,7 @@ class Workers:
         assert not self.trials(TrialState.RUNNING, TrialState.WAITING)
         for layers, seed in PAIRS:
             run = self.folder / f"d{layers}-k4-g2-t3-s{seed}"
-            assert json.loads((run / "run.json").read_text())["supervised_tokens"] >= 6000
+            assert json.loads((run / "run.json").read_text())["supervised_tokens"] >= 8000
             assert json.loads((run / "trial.json").read_text())["seed"] == seed
 
 
@@ -142,7 +142,10 @@ def workers(request: pytest.FixtureRequest, experiment: Path, tmp_path: Path) ->
 
 
 def test_two_workers_one_of_them_killed_train_every_cell_once(workers: Workers) -> None:
-    one, other = workers.start(), workers.start()
+    one = workers.start()
+    wait_for(lambda: list(workers.folder.parent.glob(f".workers/*-{one.pid}-*")))
+    other = workers.start()
+    wait_for(lambda: workers.training(other.pid))
     victim = wait_for(lambda: workers.training(one.pid))
     one.send_signal(signal.SIGKILL)
     one.wait()
@@ -156,9 +159,9 @@ def test_two_workers_one_of_them_killed_train_every_cell_once(workers: Workers) 
     assert victim.user_attrs["seed"] in [t.user_attrs["seed"] for t in again]
     assert "4 done" in third
     shared = [json.loads(f.read_text())["environment"] for f in workers.folder.glob("*/run.json")]
-    assert {e["threads"] * e["workers"] for e in shared} <= {2}
-    if "2 workers train on this machine" in output:
-        assert 2 in {e["workers"] for e in shared}
+    assert {e["workers"] for e in shared} <= {1, 2}
+    assert 2 in {e["workers"] for e in shared}
+    assert "2 workers train on this machine" in output
 
 
 @pytest.mark.parametrize("workers", ["journal"], indirect=True)
@@ -167,7 +170,7 @@ def test_ctrl_c_gives_the_trial_back_with_one_line(workers: Workers) -> None:
     trial = wait_for(lambda: workers.training(process.pid))
     process.send_signal(signal.SIGINT)
     output = ended(process, 130)
-    assert output.strip().splitlines()[-1].count("interrupted and given back") == 1
+    assert output.strip().splitlines()[-1].startswith("interrupted; the same command goes on")
     assert not (workers.folder / trial.user_attrs["run"]).exists()
     (failed,) = workers.trials(TrialState.FAIL)
     assert (failed.number, failed.user_attrs["reason"]) == (trial.number, "interrupted")

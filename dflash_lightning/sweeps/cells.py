@@ -100,12 +100,12 @@ def label(cell: Mapping[str, Any]) -> str:
     >>> label({"model.num_layers": 3, "data.anchors": "all"})
     'num_layers=3 anchors=all'
     """
-    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in cell.items())
+    return " ".join(f"{key.rpartition('.')[2]}={_shown(value)}" for key, value in cell.items())
 
 
 def flags(spec: Spec, cell: Mapping[str, Any]) -> list[str]:
-    """Return a cell as words of the command line, settings and budget first."""
-    chosen: dict[str, Any] = dict(spec.settings)
+    """Return settings, a cell and the budget as words of the command line; one device a trial."""
+    chosen: dict[str, Any] = {"trainer.devices": 1, **spec.settings}
     for key, value in cell.items():
         if key != EXPERIMENT:
             alias = spec.aliases.get(value) if isinstance(value, str) else None
@@ -171,5 +171,8 @@ def _suffix(cell: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return "".join(c if c.isalnum() or c in ".+" else "" for c in Path(shown).name)
+    return "".join(c for c in Path(_shown(value)).name if c.isalnum() or c in ".+")
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 
 from dflash_lightning.sweeps.cells import label
+from dflash_lightning.sweeps.spec import Spec
 from dflash_lightning.sweeps.study import AGAIN, Trials, seed_of
 
 STATES = {
@@ -47,7 +48,7 @@ class View:
     def __exit__(self, *_: object) -> None:
         """Show the last state and stop."""
         if self._live is not None:
-            self.refresh()
+            self.refresh(whole=True)
             self._live.stop()
             self._live = None
 
@@ -55,21 +56,61 @@ class View:
         """Print a line above the table."""
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    def refresh(self) -> None:
-        """Show how things stand, on a terminal."""
+    def refresh(self, whole: bool = False) -> None:
+        """Show how things stand, on a terminal; as much of it as fits, or the whole table."""
         if self._live is not None:
             with self._lock:
-                self._live.update(table(shown(self.trials), self.trials, self.progress))
+                found = shown(self.trials) if whole else self._fitting(shown(self.trials))
+                self._live.update(table(found, self.trials, self.progress))
                 self._live.refresh()
+
+    def _fitting(self, found: list[FrozenTrial]) -> list[FrozenTrial]:
+        """Return the trials that fit on the screen: what runs, what ended last, what is next."""
+        rows = max(4, (self.console.height - 6) // 2)  # a row may take two lines
+        running = [t for t in found if t.state == TrialState.RUNNING]
+        waiting = [t for t in found if t.state == TrialState.WAITING][: rows // 3]
+        ended = sorted((t for t in found if t.state.is_finished()), key=_end)
+        ended = ended[-max(1, rows - len(running) - len(waiting)) :]
+        return sorted([*running, *ended, *waiting], key=lambda t: t.number)
 
     def event(self, trial: FrozenTrial, words: str) -> None:
         """Tell of a trial; on a terminal the table does."""
         if self._live is None:
             rest = remaining_s(self.trials, self.progress)
-            eta = "" if rest is None else f" (the rest: about {duration(rest)})"
+            eta = f" (the rest: about {duration(rest)})" if rest else ""
             cell = label(self.trials.cell(trial))
             self.say(f"trial {trial.number}: {cell} seed={seed_of(trial)}: {words}{eta}")
         self.refresh()
+
+
+def notes(spec: Spec) -> list[str]:
+    """Return what should be known before a sweep: one line each."""
+    only_length = all(m.endswith(("accept_len", "accept_len_per_prompt")) for m in spec.metrics)
+    if only_length and "model.num_layers" in spec.space:
+        return [
+            "note: accept length alone always picks the deepest drafter; what depth costs shows in "
+            "decode/speedup or decode/draft_ms"
+        ]
+    return []
+
+
+def conclude(trials: Trials) -> list[str]:
+    """Return what is to be said when nothing is left to do for a worker."""
+    found = shown(trials)
+    counts = {
+        name: sum(trial.state == state for trial in found)
+        for name, state in (
+            ("done", TrialState.COMPLETE),
+            ("pruned", TrialState.PRUNED),
+            ("failed", TrialState.FAIL),
+            ("running in other workers", TrialState.RUNNING),
+        )
+    }
+    said = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    lines = [f"{trials.spec.name}: {said or 'no trials'}, in {trials.spec.folder}"]
+    if counts["failed"]:
+        lines.append("failed ones are trained again with --retry_failed")
+    return lines
 
 
 def shown(trials: Trials) -> list[FrozenTrial]:
@@ -83,10 +124,11 @@ def shown(trials: Trials) -> list[FrozenTrial]:
 
 def table(found: Sequence[FrozenTrial], trials: Trials, progress: dict[int, float]) -> Table:
     """Return the trials as a table."""
-    done = sum(trial.state.is_finished() for trial in found)
+    every = shown(trials)
+    done = sum(trial.state.is_finished() for trial in every)
     rest = remaining_s(trials, progress)
-    eta = "" if rest is None else f", about {duration(rest)} to go"
-    made = Table(title=f"{trials.spec.name}: {done} of {len(found)} trials{eta}")
+    eta = f", about {duration(rest)} to go" if rest else ""
+    made = Table(title=f"{trials.spec.name}: {done} of {len(every)} trials{eta}")
     for name in ("trial", "cell", "seed", "state", *trials.spec.metrics, "time"):
         made.add_column(name, justify="left" if name in ("cell", "state") else "right")
     for trial in found:
@@ -114,6 +156,10 @@ def seconds(trial: FrozenTrial) -> float | None:
         return None
     end = trial.datetime_complete.timestamp() if trial.datetime_complete else time.time()
     return end - trial.datetime_start.timestamp()
+
+
+def _end(trial: FrozenTrial) -> float:
+    return trial.datetime_complete.timestamp() if trial.datetime_complete else 0.0
 
 
 def remaining_s(trials: Trials, progress: dict[int, float]) -> float | None:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -181,7 +181,10 @@ def read_spec(args: Sequence[str]) -> Spec:
     plain.pop("retry_failed", None)
     places = [file.parent for file in files] + [Path()]
     experiments = _experiments(asked.experiments, places)
-    plain.update(name=name, experiments=list(experiments.values()), monitor=made.monitor)
+    if made.storage is not None:  # no password in files
+        plain["storage"] = re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", made.storage)
+    plain["objectives"] = [asdict(objective) for objective in made.objectives]
+    plain.update(name=name, experiments=list(experiments.values()))
     spec = Spec(
         name=name,
         experiments=experiments,
@@ -247,6 +250,11 @@ def _problems(spec: Spec) -> list[str]:
             "space: seed_everything: seeds go into --seeds",
         ),
         (EXPERIMENT in spec.space, "space: experiment: list several --experiments instead"),
+        (
+            "trainer.devices" in {*spec.settings, *spec.space},
+            "trainer.devices: a trial has one device; start a worker for each, as with "
+            "CUDA_VISIBLE_DEVICES=1",
+        ),
         (bool(owned), f"settings: {', '.join(owned)}: it is in the space already"),
         (bool(unused), f"aliases: no choice in the space is called {', '.join(unused)}"),
         (not spec.seeds, "seeds: needs one at least"),

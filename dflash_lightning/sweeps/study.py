@@ -10,12 +10,13 @@ import optuna
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend
-from optuna.study import Study, StudyDirection
+from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from dflash_lightning.errors import UserError
 from dflash_lightning.sweeps.cells import Cell, dimensions, stored, values_of
 from dflash_lightning.sweeps.locks import is_held
+from dflash_lightning.sweeps.sameness import check_same
 from dflash_lightning.sweeps.spec import Spec
 
 HEARTBEAT_S, DEAD_AFTER_S = 30.0, 300.0
@@ -44,7 +45,7 @@ def open_storage(spec: Spec) -> BaseStorage:
     try:
         return optuna.storages.get_storage(spec.storage)
     except Exception as error:  # drivers raise what they like
-        raise UserError(f"storage: {spec.storage}: {_line(error)}") from error
+        raise UserError(f"storage: {spec.plain['storage']}: {_line(error)}") from error
 
 
 class Trials:
@@ -59,7 +60,7 @@ class Trials:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.spec, self.storage = spec, open_storage(spec)
         self.study = self._open()
-        self._check(identities)
+        check_same(self.study, spec, identities)
         self.space = {
             key: stored(d) if spec.exhaustive else d for key, d in dimensions(spec).items()
         }
@@ -81,60 +82,6 @@ class Trials:
             )
         except Exception as error:
             raise UserError(f"storage: {_line(error)}") from error
-
-    def _check(self, identities: dict[str, str]) -> None:
-        """Refuse a study of another sweep.
-
-        Raises:
-            UserError: What differs, and the cure.
-        """
-        before = self.study.user_attrs.get("sweep")
-        asked = {**self.spec.plain, "identities": identities}
-        if before is None and not self.study.get_trials(deepcopy=False):
-            before = asked
-        for key in ("objectives", "budget", "settings", "sampler", "pruner", "monitor", "aliases"):
-            if (before or {}).get(key) != asked[key]:
-                raise UserError(self._other(key, (before or {}).get(key), asked[key]))
-        directions = [StudyDirection[o.direction.upper()] for o in self.spec.objectives]
-        if directions != self.study.directions:
-            raise UserError(self._other("objectives", self.study.directions, directions))
-        assert before is not None
-        for key in sorted(before["identities"].keys() & identities.keys()):
-            if before["identities"][key] != identities[key]:
-                raise UserError(
-                    f"experiments: {key} has changed since study {self.spec.name} began; take "
-                    "another --name"
-                )
-        self._check_space(before)
-
-    def _check_space(self, before: dict[str, Any]) -> None:
-        old, new = before["space"], self.spec.plain["space"]
-        several = len(before["experiments"]) > 1, len(self.spec.experiments) > 1
-        if old.keys() != new.keys() or several[0] != several[1]:
-            raise UserError(self._other("space", list(old), list(new)))
-        for key, distribution in dimensions(self.spec).items():
-            kept = stored(distribution) if self.spec.exhaustive else distribution
-            for trial in self.study.get_trials(deepcopy=False):
-                had = trial.distributions.get(key, kept)
-                try:
-                    optuna.distributions.check_distribution_compatibility(had, kept)
-                except ValueError:
-                    raise UserError(self._frozen(key, had, kept)) from None
-                if not self.spec.exhaustive and had != kept:
-                    raise UserError(self._frozen(key, had, kept))
-
-    def _frozen(self, key: str, had: Any, asked: Any) -> str:
-        shown = [getattr(d, "choices", d) for d in (had, asked)]
-        return (
-            f"space: {key}: study {self.spec.name} has {shown[0]}, asked {shown[1]}; Optuna can't "
-            "change it: take another --name (what is trained already is copied from here)"
-        )
-
-    def _other(self, key: str, had: Any, asked: Any) -> str:
-        return (
-            f"{key}: study {self.spec.name} has {had}, asked {asked}; take another --name or move "
-            f"{self.spec.folder} away"
-        )
 
     # ---- what there is ---------------------------------------------------------------------------
 
@@ -254,16 +201,17 @@ class Trials:
             return False
         return True
 
-    def end(self, trial: FrozenTrial, values: list[float] | None) -> bool:
-        """End a trial with its values, or as pruned; False if it was taken for dead meanwhile."""
+    def end(self, trial: FrozenTrial, values: list[float] | None) -> None:
+        """End a trial with its values, or as pruned with the last one that the pruner saw.
+
+        Raises:
+            UpdateFinishedTrialError: It was taken for dead meanwhile.
+        """
         state = TrialState.COMPLETE if values is not None else TrialState.PRUNED
-        if values is None and trial.intermediate_values:
-            values = [trial.intermediate_values[max(trial.intermediate_values)]]
-        try:
-            self.storage.set_trial_state_values(trial._trial_id, state=state, values=values)
-        except UpdateFinishedTrialError:
-            return False
-        return True
+        seen = self.storage.get_trial(trial._trial_id).intermediate_values
+        if values is None and seen:
+            values = [seen[max(seen)]]
+        self.storage.set_trial_state_values(trial._trial_id, state=state, values=values)
 
     def give_back(self, trial: FrozenTrial, reason: str) -> bool:
         """End a trial that says nothing about its cell and add it again; False if it had ended."""

@@ -74,7 +74,9 @@ class Watch(pl.Callback):
         """Tell a value once, and one in each part of the training."""
         value = trainer.callback_metrics.get(self.monitor or "")
         step = GRID * round(100 * progress_of(trainer) / GRID)
-        if value is None or value is self._seen or self.hopeless is None or step <= self._last:
+        if value is None or value is self._seen or self.hopeless is None:
+            return
+        if not self._last < step < 100:  # nothing is saved at the end
             return
         self._last, self._seen = step, value
         if self.hopeless(step, float(value)):

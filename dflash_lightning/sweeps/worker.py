@@ -4,13 +4,13 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
 
 import torch
 import yaml
-from optuna.exceptions import UpdateFinishedTrialError
+from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
 
 from dflash_lightning.data.files import write_whole
@@ -23,7 +23,7 @@ from dflash_lightning.sweeps.cells import (
     pasteable,
     run_names,
 )
-from dflash_lightning.sweeps.live import View, duration, shown
+from dflash_lightning.sweeps.live import View, duration, notes
 from dflash_lightning.sweeps.locks import Presence, locked
 from dflash_lightning.sweeps.parsing import Meaning, check_cells, meaning
 from dflash_lightning.sweeps.spec import EXPERIMENT, Spec
@@ -72,14 +72,24 @@ class Worker:
 
     def work(self) -> bool:
         """Take trials until none waits; return whether all of the study's have ended."""
-        with self.view:
-            for line in notes(self.spec):
-                self.view.say(line)
-            while (trial := self._next()) is not None:
-                self._run(trial)
-        return not self.trials.wanted(TrialState.WAITING) and not self.trials.wanted(
-            TrialState.RUNNING
-        )
+        try:
+            with self.view:
+                for line in notes(self.spec):
+                    self.view.say(line)
+                while (trial := self._next()) is not None:
+                    self._run(trial)
+        except KeyboardInterrupt:
+            self.view.say("interrupted; the same command goes on, with the trial that ran first")
+            raise
+        finally:
+            torch.set_num_threads(self.threads)
+        open_ = (TrialState.WAITING, TrialState.RUNNING)
+        return not any(self.trials.wanted(state) for state in open_)
+
+    @property
+    def has_values(self) -> bool:
+        """Whether a trial of the study is complete."""
+        return bool(self.trials.all(TrialState.COMPLETE))
 
     def _lock(self) -> AbstractContextManager[None]:
         return locked(self.spec.folder / "lock")
@@ -107,12 +117,13 @@ class Worker:
             with self._beating(trial) as watch:
                 outcome = self._outcome(trial, watch)
             self._tell(trial, outcome, time.monotonic() - began)
+        except UpdateFinishedTrialError:
+            self.view.event(trial, "was taken for dead and given to another worker")
         except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rest takes no second
             run = self.trials.storage.get_trial(trial._trial_id).user_attrs.get("run")
             if self.trials.give_back(trial, INTERRUPTED) and run is not None:
                 _remove_unfinished(self.spec.folder / run)
-            self.view.event(trial, "interrupted and given back; start the same command to go on")
             raise
 
     def _outcome(self, trial: FrozenTrial, watch: Watch) -> Outcome:
@@ -166,24 +177,21 @@ class Worker:
         return outcome
 
     def _tell(self, trial: FrozenTrial, outcome: Outcome, spent: float) -> None:
-        if outcome.reason is not None and not outcome.pruned:
+        if outcome.pruned:
+            self.trials.end(trial, None)
+            words = f"pruned: {outcome.reason}"
+        elif outcome.reason is not None:
             self.trials.fail(trial, outcome.reason)
-            self.view.event(trial, f"failed: {outcome.reason}")
-            return
-        if outcome.copied_from is not None:
-            self.trials.sign(trial, copied_from=outcome.copied_from)
-        values = [outcome.metrics[m] for m in self.spec.metrics] if not outcome.pruned else None
-        if not self.trials.end(trial, values):
-            self.view.event(trial, "was taken for dead and given to another worker")
-            return
-        shown_values = " ".join(
-            f"{metric}={value:.3f}"
-            for metric, value in zip(self.spec.metrics, values or [], strict=False)
-        )
-        how = f"copied from {outcome.copied_from}" if outcome.copied_from else duration(spent)
-        self.view.event(
-            trial, f"pruned: {outcome.reason}" if outcome.pruned else f"{shown_values} ({how})"
-        )
+            words = f"failed: {outcome.reason}"
+        else:
+            if outcome.copied_from is not None:
+                self.trials.sign(trial, copied_from=outcome.copied_from)
+            values = {metric: outcome.metrics[metric] for metric in self.spec.metrics}
+            self.trials.end(trial, list(values.values()))
+            how = f"copied from {outcome.copied_from}" if outcome.copied_from else duration(spent)
+            words = " ".join(f"{metric}={value:.3f}" for metric, value in values.items())
+            words += f" ({how})"
+        self.view.event(trial, words)
 
     def _share_threads(self) -> int:
         """Take this worker's share of the machine's threads; return how many workers live."""
@@ -209,11 +217,9 @@ class Worker:
                 self.view.progress[trial.number] = watch.progress
                 if time.monotonic() - last > HEARTBEAT_S:
                     last = time.monotonic()
-                    try:
-                        progress = round(watch.progress, 3)
+                    progress = round(watch.progress, 3)
+                    with suppress(UpdateFinishedTrialError, StorageInternalError):
                         self.trials.sign(trial, heartbeat=time.time(), progress=progress)
-                    except UpdateFinishedTrialError:
-                        return
                 self.view.refresh()
 
         thread = Thread(target=beat, daemon=True)
@@ -235,36 +241,6 @@ class Worker:
             return pruner.prune(self.trials.study, storage.get_trial(number))
 
         return hopeless
-
-
-def notes(spec: Spec) -> list[str]:
-    """Return what should be known before a sweep: one line each."""
-    only_length = all(m.endswith(("accept_len", "accept_len_per_prompt")) for m in spec.metrics)
-    if only_length and "model.num_layers" in spec.space:
-        return [
-            "note: accept length alone always picks the deepest drafter; what depth costs shows in "
-            "decode/speedup or decode/draft_ms"
-        ]
-    return []
-
-
-def conclude(worker: Worker) -> list[str]:
-    """Return what is to be said when a worker has nothing left to do."""
-    found = shown(worker.trials)
-    counts = {
-        name: sum(trial.state == state for trial in found)
-        for name, state in (
-            ("done", TrialState.COMPLETE),
-            ("pruned", TrialState.PRUNED),
-            ("failed", TrialState.FAIL),
-            ("running in other workers", TrialState.RUNNING),
-        )
-    }
-    said = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-    lines = [f"{worker.spec.name}: {said or 'no trials'}, in {worker.spec.folder}"]
-    if counts["failed"]:
-        lines.append("failed ones are trained again with --retry_failed")
-    return lines
 
 
 def _names(spec: Spec, checked: Sequence[tuple[Cell, Meaning]]) -> dict[str, str]:
