@@ -13,12 +13,16 @@ from dflash_lightning.cli import main
 from dflash_lightning.data.samples import prompt_ids
 from dflash_lightning.data.stdlib import StdlibPrompts, source_text, stdlib_files
 from dflash_lightning.decoding.proposer import DrafterProposer, decoding_copy
+from dflash_lightning.errors import UserError
 from dflash_lightning.runs import load_run
+from dflash_lightning.sweeps.parsing import check_cells
+from dflash_lightning.sweeps.spec import read_spec
 from dflash_lightning.target import Target, load_target
 from dflash_lightning.target_spec import TargetConfig, inspect_target
 
 ROOT = Path(__file__).parent.parent
 LAB = ROOT / "experiments" / "lab"
+SWEEPS = sorted((ROOT / "sweeps" / "lab").glob("*.yaml"))
 
 
 @pytest.fixture(scope="module")
@@ -143,3 +147,36 @@ def test_a_minute_of_training_is_seen_in_the_accept_length(tmp_path: Path) -> No
     assert report["accept_len"] > 1.3
     assert all(d["logit_gap"] <= 0.5 for d in report["divergences"])
     outputs_are_the_targets_own(run, tmp_path / "cache", 3, 48)
+
+
+@pytest.mark.parametrize("file", SWEEPS, ids=lambda file: file.stem)
+def test_the_labs_sweeps_parse_and_their_cells_differ(file: Path) -> None:
+    spec = read_spec(["-c", str(file)])
+    assert (spec.name, spec.seeds) == (f"lab-{file.stem}", [0, 1, 2])
+    assert list(spec.experiments) == ["lab"]
+    cells = check_cells(spec)
+    assert len({meaning.identity for _, meaning in cells}) == len(cells) >= 3
+    assert all(m.config["model"]["target"]["name"] == "./experiments/lab" for _, m in cells)
+
+
+def test_the_base_cell_is_shared_so_that_it_is_trained_once() -> None:
+    shared = set.intersection(
+        *(
+            {meaning.identity for _, meaning in check_cells(read_spec(["-c", str(file)]))}
+            for file in SWEEPS
+            if file.stem in {"depth", "injection", "taps", "anchors"}
+        )
+    )
+    assert len(shared) == 1
+
+
+def test_away_from_the_checkout_one_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        UserError, match=r"^model\.target\.name: no such folder: \./experiments/lab"
+    ) as e:
+        inspect_target(TargetConfig(name="./experiments/lab"), tmp_path)
+    assert "checkout" in str(e.value)
+    assert "\n" not in str(e.value)
