@@ -19,7 +19,7 @@ class RMSNorm(Qwen3RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `[..., H]` normed."""
-        if x.device.type != "cpu" or x.numel() == 0:
+        if _fused_elsewhere(x):
             plain: Tensor = super().forward(x)
             return plain
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
@@ -38,11 +38,15 @@ def norm_and_rotate(x: Tensor, norm: RMSNorm, by: Rotation, dtype: torch.dtype) 
         by: Cos and sin `[B, 1, S, rotary_dim]`.
         dtype: Of the output.
     """
-    if x.device.type != "cpu" or x.numel() == 0:
+    if _fused_elsewhere(x):
         return rotate(norm(x).transpose(1, 2), by, dtype)
     cos, sin = (y.transpose(1, 2) for y in by)
     turned: Tensor = _NormRotate.apply(x, norm.weight, norm.variance_epsilon, cos, sin, dtype)
     return turned.transpose(1, 2)
+
+
+def _fused_elsewhere(x: Tensor) -> bool:
+    return x.device.type != "cpu" or torch.compiler.is_compiling() or x.numel() == 0
 
 
 class _Norm(torch.autograd.Function):
