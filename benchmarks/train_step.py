@@ -10,6 +10,9 @@ blocks recomputed under checkpointing. Both have the same weights, batch and opt
 gradients are compared in float32 before anything is timed. A step is forward, backward, clipping
 and AdamW; the target's states are given, as they are with a store.
 
+Ours runs with freed memory kept (`dflash_lightning.memory`), the reference with what the C library
+does by itself.
+
 Memory is the peak of the process's resident set during one step (the kernel's high-water mark, set
 back before it) above what weights, gradients and optimizer state already take.
 """
@@ -36,7 +39,7 @@ from dflash_lightning.drafter.config import drafter_config
 from dflash_lightning.drafter.model import Drafter
 from dflash_lightning.drafter.rope import rotate, rotation
 from dflash_lightning.drafter.training import training_hidden
-from dflash_lightning.memory import keep_freed_memory
+from dflash_lightning.memory import MMAP_THRESHOLD, TRIM_THRESHOLD, keep_freed_memory
 from dflash_lightning.objective import Objective
 from dflash_lightning.optimizer import adamw_with_cosine
 from dflash_lightning.position_weights import ExpWeights
@@ -62,6 +65,8 @@ def main(
     profile: bool = False,
     quick: bool = False,
     device: str = "cpu",
+    compile: bool = False,
+    memory: bool = True,
     out: str | None = None,
 ) -> dict[str, Any]:
     """Measure one training step.
@@ -81,19 +86,22 @@ def main(
         profile: Print where a step of ours goes by operation instead.
         quick: A small shape, whatever else is said.
         device: Where.
+        compile: Compile the drafter of ours.
+        memory: Measure memory too, in steps of its own.
         out: Write the figures here as JSON.
     """
     if quick:
         length, anchors, block_size, layers, hidden_size, target_vocab = 48, 8, 4, 2, 192, 512
         vocab = None if vocab is None else 128
     torch.manual_seed(0)
-    keep_freed_memory()
     place = torch.device(device)
     sizes = hidden_size, target_vocab, layers, block_size
     small = bench(*sizes, vocab, "float32", place, min(length, 256), min(anchors, 32), loss_chunk)
     difference = compare(small)
     del small
     work = bench(*sizes, vocab, dtype, place, length, anchors, loss_chunk)
+    if compile:
+        work.drafter.compile()
     losses = {"ours": work.ours, "reference": work.reference}
     if only is not None:
         losses = {only: losses[only]}
@@ -109,10 +117,10 @@ def main(
         for name, step in steps.items():
             seconds[name].append(timed(step, place))
         peaks.append(matmul_peak(place, getattr(torch, dtype)))
-    memory = {}
-    for name, loss in losses.items():
+    peak_bytes = {}
+    for name, loss in losses.items() if memory else ():
         work.step(loss, keep_gradients=True)()
-        memory[name] = peak_extra(work.step(loss, keep_gradients=True), place)
+        peak_bytes[name] = peak_extra(work.step(loss, keep_gradients=True), place)
     times, peak = {name: median(found) for name, found in seconds.items()}, max(peaks)
     flops = useful_flops(work.drafter, work.batch, vocab or target_vocab)
     floor = sum(flops.values()) / peak
@@ -131,11 +139,13 @@ def main(
         "step_s": times,
         "step_s_all": seconds,
         "over_the_floor": {name: t / floor for name, t in times.items()},
-        "peak_extra_mb": {name: size / 1e6 for name, size in memory.items()},
+        "peak_extra_mb": {name: size / 1e6 for name, size in peak_bytes.items()},
     }
     if only is None:
         figures["speed, ours over reference"] = times["reference"] / times["ours"]
-        figures["memory, ours over reference"] = memory["ours"] / memory["reference"]
+    if len(peak_bytes) == 2:
+        share = peak_bytes["ours"] / peak_bytes["reference"]
+        figures["memory, ours over reference"] = share
     text = json.dumps(figures, indent=1)
     if out is not None:
         Path(out).write_text(text + "\n")
@@ -154,7 +164,7 @@ class Bench:
     ) -> None:
         self.drafter, self.target, self.batch, self.dtype = drafter, target, batch, dtype
         weights = ExpWeights()
-        self.objective = Objective(drafter, target, DataToken(), weights, chunk or 2048)
+        self.objective = Objective(drafter, target, DataToken(), weights, chunk or 512)
         slots = torch.ones(1, batch.noise_ids.shape[-1] - 1, device=batch.labels.device)
         self.weights = weights(slots.bool(), None)
         made = adamw_with_cosine(drafter, 6e-4, 0.0, 0.04, 1000)
@@ -180,6 +190,7 @@ class Bench:
 
     def step(self, loss: Callable[[], Tensor], keep_gradients: bool = False) -> Step:
         def run() -> Tensor:
+            allocator(keep=loss == self.ours)
             value = self.backward(loss)
             nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
             self.optimizer.step()
@@ -206,7 +217,7 @@ def bench(
     config = LlamaConfig(
         vocab_size=target_vocab,
         hidden_size=hidden_size,
-        intermediate_size=hidden_size * 8 // 3,
+        intermediate_size=hidden_size * 8 // 3 // 64 * 64,
         num_hidden_layers=8,
         num_attention_heads=heads,
         num_key_value_heads=heads // 3 if heads % 3 == 0 else heads // 4,
@@ -396,6 +407,16 @@ def peak_extra(step: Step, device: torch.device) -> int:
     before = status("VmRSS")
     step()
     return status("VmHWM") - before
+
+
+def allocator(keep: bool) -> None:
+    """Keep freed memory, as the package's training does, or set what glibc grows to by itself."""
+    if keep:
+        keep_freed_memory()
+    else:
+        libc = ctypes.CDLL(None)
+        libc.mallopt(MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(TRIM_THRESHOLD, 64 << 20)
 
 
 def status(name: str) -> int:

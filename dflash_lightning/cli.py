@@ -122,6 +122,7 @@ class DFlashCLI(LightningCLI):
         _check_checkpoint(config.get("ckpt_path"))
         if any(value is not None for value in config.budget.values()):
             config.trainer.max_steps = config.trainer.max_epochs = -1
+        _check_strategy(config.trainer.strategy)
         if config.trainer.logger in (None, True):
             config.trainer.logger = Namespace(
                 class_path="lightning.pytorch.loggers.TensorBoardLogger",
@@ -167,6 +168,15 @@ class PredictionWriter(pl.Callback):
 def _check_checkpoint(path: Any) -> None:
     if path is not None and path not in ("last", "best") and not Path(str(path)).is_file():
         raise UserError(f"--ckpt_path: no such file: {path}")
+
+
+def _check_strategy(strategy: Any) -> None:
+    name = str(getattr(strategy, "class_path", strategy)).rpartition(".")[2].lower()
+    if name.startswith(("fsdp", "modelparallel", "deepspeed")):
+        raise UserError(
+            f"trainer.strategy: {name} is not supported: a drafter fits a device whole, and the "
+            "target is neither sharded nor synchronised; take ddp"
+        )
 
 
 def main(

@@ -249,7 +249,8 @@ def _with_gradient(
         logits = work.logits(states, part)
         wanted = work.wanted(part)
     said, wide = logits.detach(), _wide(states.dtype)
-    slope = torch.empty_like(said) if sought else None
+    keep = getattr(work.head, "needs_logits", True)
+    slope = None if not sought else torch.empty_like(said) if keep else said
     found = []
     for piece in _cut(counts, _rows_at_once(said), part):
         at = slice(piece.slots.start - part.slots.start, piece.slots.stop - part.slots.start)

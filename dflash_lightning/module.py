@@ -79,7 +79,7 @@ class DFlashModule(pl.LightningModule):
         weight_decay: float = 0.0,
         warmup_ratio: float = 0.04,
         attention: AttentionName = "auto",
-        loss_chunk: int = 2048,
+        loss_chunk: int = 512,
     ) -> None:
         super().__init__()
         self.target_config, self.block_size, self.num_layers = target, block_size, num_layers

@@ -22,6 +22,11 @@ class OutputHead:
     scale: float = 1.0
     softcap: float | None = None
 
+    @property
+    def needs_logits(self) -> bool:
+        """Whether backward looks at the logits again, so that they must stay as they are."""
+        return self.softcap is not None
+
     def __call__(self, hidden: Tensor, previous: Tensor | None = None) -> Tensor:
         """Return logits `[..., V]` in the weight's dtype for final-normed states `[..., H]`.
 

@@ -637,6 +637,29 @@ def test_bfloat16_mixed_is_close_to_float32(lab: Lab) -> None:
     assert mixed.losses == pytest.approx(plain.losses, rel=0.03)
 
 
+@pytest.mark.slow
+def test_200_steps_in_bfloat16_end_where_float32_does(lab: Lab) -> None:
+    """Within 2% of the loss, averaged over the last 20 steps; target and drafter in bfloat16."""
+    answers = [f"{n} and {n + 1} make {2 * n + 1}." for n in range(12)]
+    found = {}
+    for dtype, precision in (("float32", "32-true"), ("bfloat16", "bf16-mixed")):
+        target = replace(lab.target, dtype=dtype)
+        module = lab.module(target=target, lr=2e-3)
+        watch = fitted(
+            module, lab.given(answers, target=target), max_steps=200, precision=precision
+        )
+        found[dtype] = watch.losses
+        states = module.trainer.optimizers[0].state.values()
+        assert {x.dtype for state in states for x in state.values()} == {torch.float32}
+    first, last = (
+        {dtype: sum(losses[at]) / 20 for dtype, losses in found.items()}
+        for at in (slice(20), slice(-20, None))
+    )
+    print(first, last)
+    assert last["float32"] < 0.7 * first["float32"], "it learns, so that it could learn worse"
+    assert last["bfloat16"] == pytest.approx(last["float32"], rel=0.02)
+
+
 # ---- decoding ------------------------------------------------------------------------------------
 
 

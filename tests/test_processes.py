@@ -6,6 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
+
+from dflash_lightning.cli import main
+from dflash_lightning.errors import UserError
 
 
 @pytest.mark.slow
@@ -41,3 +46,37 @@ def test_two_processes_train_on_packed_rows(
     made = list((tmp_path / "cache").rglob("shard_*.bin"))
     assert len(made) == (9 if features == "store" else 0)
     assert output.count("target reads answers: 100%") == (3 if features == "store" else 0)
+
+
+def gradients(folder: Path, processes: int, case: str) -> list[dict[str, Tensor]]:
+    """Return the gradient that the optimizer of each process saw in its first step."""
+    folder.mkdir()
+    child = Path(__file__).with_name("ddp.py")
+    done = subprocess.run(
+        [sys.executable, str(child), str(folder), str(processes), case],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(processes)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["unequal", "no anchor"])
+def test_two_processes_have_the_gradient_of_the_joint_batch(case: str, tmp_path: Path) -> None:
+    """Also when one of them has nothing to learn from; the target is none of their parameters."""
+    (joint,) = gradients(tmp_path / "one", 1, case)
+    first, second = gradients(tmp_path / "two", 2, case)
+    assert joint.keys() == first.keys() == second.keys()
+    assert max(float(g.abs().max()) for g in joint.values()) > 1e-3
+    for name, gradient in joint.items():
+        assert torch.equal(first[name], second[name])
+        torch.testing.assert_close(first[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_fsdp_is_refused_in_one_line(target_folder: Path, tmp_path: Path) -> None:
+    words = f"fit --model.target.name {target_folder} --trainer.strategy fsdp"
+    with pytest.raises(UserError, match=r"trainer\.strategy: fsdp is not supported.*ddp"):
+        main(words.split())

@@ -14,7 +14,7 @@ An attention is a function `(q, k_context, v_context, k_block, v_block) -> outpu
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -171,14 +171,12 @@ def flex_mask(sight: Visibility) -> Callable[..., Tensor]:
 
 def flex_attention(sight: Visibility) -> Attend:
     """Attend with compiled flex attention (CUDA; torch has no backward for it on CPU)."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
     batch, num_blocks = sight.anchors.shape
     queries = num_blocks * sight.block_size
     keys = sight.context_length + queries
     device = str(sight.anchors.device)
-    compiled = _compiled_flex()
-    mask = create_block_mask(flex_mask(sight), batch, None, queries, keys, device=device)
+    compiled, make_mask = _compiled_flex()
+    mask = make_mask(flex_mask(sight), batch, None, queries, keys, device=device)
 
     def attend(
         q: Tensor, k_context: Tensor, v_context: Tensor, k_block: Tensor, v_block: Tensor
@@ -193,10 +191,15 @@ def flex_attention(sight: Visibility) -> Attend:
 
 
 @functools.cache
-def _compiled_flex() -> Callable[..., Tensor]:
+def _compiled_flex() -> tuple[Callable[..., Tensor], Callable[..., Any]]:
+    """Return flex attention and the maker of its masks, compiled once for each shape.
+
+    Anchors are inputs to both, so new ones of the same count compile nothing.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
     from torch.nn.attention.flex_attention import flex_attention as flex
 
-    return torch.compile(flex, dynamic=False)
+    return torch.compile(flex, dynamic=False), torch.compile(create_block_mask, dynamic=False)
 
 
 def attention_name(name: AttentionName, device: torch.device) -> AttentionName:

@@ -1,4 +1,4 @@
-"""Norms and rotations of a layer with few passes over memory: what autograd would do in twenty.
+"""Norms, rotations and gates of a layer in few passes over memory, and with little of it kept.
 
 Only on CPU, where each operation reads and writes all it works on; elsewhere the plain formulas
 run, which a compiler fuses. Both compute in float32 at least.
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from torch.nn.functional import silu
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from dflash_lightning.drafter.rope import Rotation, rotate
 
@@ -19,7 +20,7 @@ class RMSNorm(Qwen3RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `[..., H]` normed."""
-        if x.device.type != "cpu" or x.numel() == 0:
+        if _fused_elsewhere(x):
             plain: Tensor = super().forward(x)
             return plain
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
@@ -27,6 +28,19 @@ class RMSNorm(Qwen3RMSNorm):
             dtype = torch.get_autocast_dtype("cpu")
         normed: Tensor = _Norm.apply(x, self.weight, self.variance_epsilon, dtype)
         return normed
+
+
+class MLP(Qwen3MLP):
+    """SwiGLU; backward computes the gated states again, which is half of what it would keep."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `[..., H]`."""
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if _fused_elsewhere(x):
+            plain: Tensor = self.down_proj(silu(gate) * up)
+            return plain
+        down: Tensor = _GateDown.apply(gate, up, self.down_proj.weight)
+        return down
 
 
 def norm_and_rotate(x: Tensor, norm: RMSNorm, by: Rotation, dtype: torch.dtype) -> Tensor:
@@ -38,11 +52,15 @@ def norm_and_rotate(x: Tensor, norm: RMSNorm, by: Rotation, dtype: torch.dtype) 
         by: Cos and sin `[B, 1, S, rotary_dim]`.
         dtype: Of the output.
     """
-    if x.device.type != "cpu" or x.numel() == 0:
+    if _fused_elsewhere(x):
         return rotate(norm(x).transpose(1, 2), by, dtype)
     cos, sin = (y.transpose(1, 2) for y in by)
     turned: Tensor = _NormRotate.apply(x, norm.weight, norm.variance_epsilon, cos, sin, dtype)
     return turned.transpose(1, 2)
+
+
+def _fused_elsewhere(x: Tensor) -> bool:
+    return x.device.type != "cpu" or torch.compiler.is_compiling() or x.numel() == 0
 
 
 class _Norm(torch.autograd.Function):
@@ -59,6 +77,25 @@ class _Norm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         to_x, to_weight = _norm_backward(x, weight, scale, _wide(slope))
         return to_x, to_weight, None, None
+
+
+class _GateDown(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        with torch.autocast("cpu", enabled=False):
+            return silu(gate).mul_(up) @ weight.to(gate.dtype).mT
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, ...]:
+        gate, up, weight = ctx.saved_tensors
+        with torch.autocast("cpu", enabled=False):
+            gated = silu(gate)
+            to_weight = slope.flatten(0, -2).mT @ (gated * up).flatten(0, -2)
+            to_product = slope @ weight.to(gate.dtype)
+            to_gate = torch.ops.aten.silu_backward(to_product * up, gate)
+            return to_gate, gated.mul_(to_product), to_weight.to(weight.dtype)
 
 
 class _NormRotate(torch.autograd.Function):

@@ -11,11 +11,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from dflash_lightning.drafter.attention import Attend
 from dflash_lightning.drafter.config import DrafterConfig
-from dflash_lightning.drafter.fused import RMSNorm, norm_and_rotate
+from dflash_lightning.drafter.fused import MLP, RMSNorm, norm_and_rotate
 from dflash_lightning.drafter.rope import Rotation, rotation
 
 KeyValue = tuple[Tensor, Tensor]
@@ -70,7 +69,7 @@ class DrafterLayer(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.self_attn = DrafterAttention(config)
-        self.mlp = Qwen3MLP(config)
+        self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 

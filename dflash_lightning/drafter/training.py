@@ -63,9 +63,11 @@ def training_hidden(
     sight = Visibility(
         anchors, tokens.shape[2], starts.shape[1], starts.gather(1, anchors), config.causal
     )
-    attends = [
-        training_attention(attention, replace(sight, window=window)) for window in config.windows()
-    ]
+    kinds = {
+        window: training_attention(attention, replace(sight, window=window))
+        for window in set(config.windows())
+    }
+    attends = [kinds[window] for window in config.windows()]
     inputs = drafter.enter(tokens, entering).flatten(1, 2)
     blocks: Tensor = drafter(inputs, batch.position_ids.flatten(1), context, attends)
     blocks = blocks.unflatten(1, batch.noise_ids.shape[1:])
