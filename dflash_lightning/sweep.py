@@ -3,11 +3,8 @@
 python -m dflash_lightning sweep -c sweeps/depth.yaml
 """
 
-import importlib.util
 import sys
 import warnings
-from importlib import import_module
-from pathlib import Path
 
 from optuna.exceptions import ExperimentalWarning, StorageInternalError
 
@@ -42,11 +39,7 @@ def sweep(spec: Spec) -> None:
     for line in conclude(worker.trials):
         sys.stdout.write(line + "\n")
     if all_ended and worker.has_values:
+        from dflash_lightning.report import report
+
         with locked(spec.folder / "lock"):
-            report(spec.folder)
-
-
-def report(folder: Path) -> None:
-    """Write a study's report, where the package has one."""
-    if importlib.util.find_spec("dflash_lightning.report") is not None:
-        import_module("dflash_lightning.report").report(str(folder))
+            report(str(spec.folder))

@@ -51,6 +51,7 @@ class Sweep:
             "results": str(self.results),
         }
         self.trained: list[tuple[Any, int]] = []
+        self.reported: list[str] = []
         self.key, self.identity = "model.num_layers", ""
         self.fate: Callable[[Any, int], Outcome | BaseException | None] = lambda *_: None
 
@@ -103,6 +104,7 @@ def sweep(experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     made = Sweep(experiment, tmp_path)
     monkeypatch.setattr(worker, "train", made.train)
     monkeypatch.setattr(worker, "meaning", made.meaning)
+    monkeypatch.setattr("dflash_lightning.report.report", made.reported.append)
     return made
 
 
@@ -112,8 +114,9 @@ def sweep(experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_every_cell_is_trained_with_every_seed_all_cells_of_a_seed_first(sweep: Sweep) -> None:
     assert sweep.run() == [(1, 0), (2, 0), (1, 1), (2, 1)]
     assert sweep.ended() == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert sweep.reported == [str(sweep.results / "depth")]
     folder = sweep.results / "depth"
-    found = json.loads((folder / "d2-k4-g2-t3-s1" / "trial.json").read_text())
+    found = json.loads((folder / "d2-k4-g2-t3-a4-v40-s1" / "trial.json").read_text())
     assert found["cell"] == {"model.num_layers": 2}
     assert (found["study"], found["seed"]) == ("depth", 1)
     assert found["values"] == {"decode/accept_len": 2.1}
@@ -127,7 +130,7 @@ def test_every_cell_is_trained_with_every_seed_all_cells_of_a_seed_first(sweep: 
     assert (
         meaning(words).identity
         == meaning(
-            command(read_spec(sweep.write()), {"model.num_layers": 2}, 1, "d2-k4-g2-t3-s1")
+            command(read_spec(sweep.write()), {"model.num_layers": 2}, 1, "d2-k4-g2-t3-a4-v40-s1")
         ).identity
     )
 
@@ -159,19 +162,22 @@ def test_several_experiments_and_aliases_are_dimensions(sweep: Sweep, experiment
         for file in sweep.results.glob("depth/*/trial.json")
     }
     assert found == {
-        "d1-k4-guniform-t3-experimentexperiment-ratelow-s0": {
+        "d1-k4-guniform-t3-a4-v40-experimentexperiment-ratelow-s0": {
             "experiment": "experiment",
             "rate": "low",
         },
-        "d1-k4-guniform-t3-experimentshallow-ratelow-s0": {
+        "d1-k4-guniform-t3-a4-v40-experimentshallow-ratelow-s0": {
             "experiment": "shallow",
             "rate": "low",
         },
-        "d1-k6-g3-t3-experimentexperiment-ratehigh-s0": {
+        "d1-k6-g3-t3-a4-v40-experimentexperiment-ratehigh-s0": {
             "experiment": "experiment",
             "rate": "high",
         },
-        "d1-k6-g3-t3-experimentshallow-ratehigh-s0": {"experiment": "shallow", "rate": "high"},
+        "d1-k6-g3-t3-a4-v40-experimentshallow-ratehigh-s0": {
+            "experiment": "shallow",
+            "rate": "high",
+        },
     }
 
 
@@ -206,7 +212,7 @@ def test_a_searching_sampler_tries_so_many_cells_and_no_point_twice(sweep: Sweep
     ended = sweep.ended()
     assert len(ended) == 6
     assert len({value for value, _ in ended}) == 3
-    assert len(list(sweep.results.glob("depth/d1-k4-g2-t3-lr*-s1/trial.json"))) == 3
+    assert len(list(sweep.results.glob("depth/d1-k4-g2-t3-a4-v40-lr*-s1/trial.json"))) == 3
 
 
 # ---- how trials end ------------------------------------------------------------------------------
@@ -233,7 +239,7 @@ def test_ctrl_c_gives_the_running_trial_back(sweep: Sweep) -> None:
     with pytest.raises(KeyboardInterrupt):
         sweep.run()
     assert sweep.trained == [(1, 0), (2, 0)]
-    assert not (sweep.results / "depth" / "d2-k4-g2-t3-s0").exists()
+    assert not (sweep.results / "depth" / "d2-k4-g2-t3-a4-v40-s0").exists()
     assert sweep.reasons() == ["interrupted"]
     sweep.fate = lambda *_: None
     assert sweep.run() == [(2, 0), (1, 1), (2, 1)]
@@ -248,7 +254,7 @@ def test_the_trial_of_a_killed_worker_is_trained_again(sweep: Sweep, host: str) 
     sweep.fate = lambda layers, seed: Killed() if (layers, seed) == (2, 0) else None
     with pytest.raises(Killed):
         sweep.run()
-    half = sweep.results / "depth" / "d2-k4-g2-t3-s0" / "run.json"
+    half = sweep.results / "depth" / "d2-k4-g2-t3-a4-v40-s0" / "run.json"
     assert half.is_file()
     study = sweep.study()
     (running,) = study.get_trials(states=[TrialState.RUNNING])
@@ -305,8 +311,8 @@ def test_a_configuration_is_trained_once_for_all_studies_of_a_results_folder(
 ) -> None:
     sweep.run()
     assert sweep.run(name="wider", space={"model.num_layers": choices(2, 3)}) == [(3, 0), (3, 1)]
-    copied = sweep.results / "wider" / "d2-k4-g2-t3-s0"
-    source = sweep.results / "depth" / "d2-k4-g2-t3-s0"
+    copied = sweep.results / "wider" / "d2-k4-g2-t3-a4-v40-s0"
+    source = sweep.results / "depth" / "d2-k4-g2-t3-a4-v40-s0"
     found = json.loads((copied / "trial.json").read_text())
     assert (found["study"], found["copied_from"]) == ("wider", str(source))
     assert json.loads((source / "trial.json").read_text())["study"] == "depth"

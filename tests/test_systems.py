@@ -14,13 +14,13 @@ from dflash_lightning.errors import UserError
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 SYSTEMS = {
-    "dflash": "d1-k4-g2-t3-s3",
-    "input_fusion": "d1-k4-g2-t3-input-s3",
-    "no_features": "d1-k4-g2-t3-none-s3",
-    "iterative": "d1-k4-g2-t3-steps3-s3",
-    "eagle3": "d1-k4-g2-t3-input-ar-s3",
-    "kv_autoregressive": "d1-k4-g2-t3-ar-s3",
-    "dspark": "d1-k4-g2-t3-markov64-s3",
+    "dflash": "d1-k4-g2-t3-a4-v40-s3",
+    "input_fusion": "d1-k4-g2-t3-a4-input-v40-s3",
+    "no_features": "d1-k4-g2-t3-a4-none-v40-s3",
+    "iterative": "d1-k4-g2-t3-a4-steps3-v40-s3",
+    "eagle3": "d1-k4-g2-t3-a4-input-ar-v40-s3",
+    "kv_autoregressive": "d1-k4-g2-t3-a4-ar-v40-s3",
+    "dspark": "d1-k4-g2-t3-a4-markov64-v40-s3",
 }
 
 

@@ -22,7 +22,7 @@ from dflash_lightning.sweeps.spec import EXPERIMENT, Spec
 Cell = dict[str, Any]
 """Key -> value, one a dimension."""
 
-LOGGER = "lightning.pytorch.loggers.TensorBoardLogger"
+LOGGER = "dflash_lightning.token_board.TokenBoard"
 
 
 def dimensions(spec: Spec) -> dict[str, BaseDistribution]:
