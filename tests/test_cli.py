@@ -39,6 +39,11 @@ def test_run_folder_holds_what_a_user_needs(run: Path) -> None:
     assert found["tokens_per_s"] > 0
     assert sum(found["accepted_histogram"]) == found["cycles"]
     assert isinstance(Drafter.from_pretrained(run / "drafter"), Drafter)
+    kept = json.loads((run / "run.json").read_text())
+    assert (kept["steps"], kept["seed"], kept["budget"]) == (4, 3, None)
+    assert (kept["command"][0], kept["environment"]["workers"]) == ("fit", 1)
+    assert kept["supervised_tokens"] > 0 < kept["train_seconds"]
+    assert kept["environment"]["versions"]["torch"] == torch.__version__
     assert yaml.safe_load((run / "config.yaml").read_text())["model"]["num_layers"] == 1
 
 

@@ -21,7 +21,7 @@ from optuna.trial import TrialState
 from dflash_lightning.sweeps.spec import read_spec
 from dflash_lightning.sweeps.study import open_storage
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 PAIRS = [(layers, seed) for layers in (1, 2) for seed in (0, 1)]
 
 

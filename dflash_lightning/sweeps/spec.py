@@ -174,7 +174,9 @@ def read_spec(args: Sequence[str]) -> Spec:
         raise UserError(f"space, sampler or pruner: {_line(error)}") from error
     files = [Path(str(file)) for file in asked.config or []]
     name = asked.name or (files[-1].stem if files else None)
-    if not name or Path(name).name != name:
+    if not name:
+        raise UserError("--config: needs the sweep's YAML file, as in -c sweeps/depth.yaml")
+    if Path(name).name != name:
         raise UserError("--name: needs the study's name, without slashes")
     plain: dict[str, Any] = yaml.safe_load(reader.dump(asked, skip_none=False))
     plain.pop("config", None)
