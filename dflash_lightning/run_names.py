@@ -25,8 +25,8 @@ def run_name(config: Namespace) -> str:
             parts.append(_class_name(chosen).lower())
     axes = Axes(**dict(model.axes.items())).short_name.removeprefix("-")
     parts += [axes] if axes else []
-    if model.init_from_layers is not None:
-        parts.append("init" + ".".join(map(str, model.init_from_layers)))
+    if (layers := model.init_from_layers) is not None:
+        parts.append("init" + (layers if layers == "last" else ".".join(map(str, layers))))
     return "-".join([*parts, f"s{int(config.seed_everything)}"])
 
 
