@@ -1,7 +1,7 @@
 """A drafter whose layers start from layers of the target, where shape and meaning allow."""
 
 import logging
-from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,17 @@ log = logging.getLogger(__name__)
 KEY = "model.init_from_layers"
 
 
-def check_count(layer_ids: list[int] | None, num_layers: int) -> list[int] | None:
+Layers = list[int] | Literal["last"]
+"""Target layers by id; `last`: as many of the last as the drafter has layers."""
+
+
+def check_count(layer_ids: Layers | None, num_layers: int) -> Layers | None:
     """Return the ids if there is one for each drafter layer.
 
     Raises:
         UserError: There are more or fewer.
     """
-    if layer_ids is not None and len(layer_ids) != num_layers:
+    if isinstance(layer_ids, list) and len(layer_ids) != num_layers:
         raise UserError(
             f"{KEY}: {len(layer_ids)} target layers for model.num_layers={num_layers}; name one "
             "for each"
@@ -30,7 +34,7 @@ def check_count(layer_ids: list[int] | None, num_layers: int) -> list[int] | Non
 
 
 @torch.no_grad()
-def copy_target_layers(drafter: Drafter, target: Target, layer_ids: Sequence[int]) -> None:
+def copy_target_layers(drafter: Drafter, target: Target, layer_ids: Layers) -> None:
     """Copy the weights of target layers into the drafter's layers, and log which.
 
     A weight is copied if the target's layer has one of the same name, shape and meaning: norms must
@@ -40,12 +44,14 @@ def copy_target_layers(drafter: Drafter, target: Target, layer_ids: Sequence[int
     Args:
         drafter: Its layers are changed.
         target: Gives the weights.
-        layer_ids: A target layer for each drafter layer.
+        layer_ids: A target layer for each drafter layer, or `last`.
 
     Raises:
         UserError: No such layer, or nothing of it fits.
     """
     count = int(target.config.num_hidden_layers)
+    if layer_ids == "last":
+        layer_ids = list(range(count - len(drafter.layers), count))
     for layer_id in layer_ids:
         if not 0 <= layer_id < count:
             raise UserError(f"{KEY}: {layer_id} is not within 0..{count - 1}, the target's layers")

@@ -22,7 +22,7 @@ from dflash_lightning.drafter.config import drafter_config
 from dflash_lightning.drafter.model import Drafter
 from dflash_lightning.drafter.training import training_hidden
 from dflash_lightning.errors import UserError
-from dflash_lightning.initialisation import check_count, copy_target_layers
+from dflash_lightning.initialisation import Layers, check_count, copy_target_layers
 from dflash_lightning.losses import LossOutput
 from dflash_lightning.memory import keep_freed_memory
 from dflash_lightning.metrics import AcceptanceBySlot, WeightedMean, acceptance_scalars
@@ -52,8 +52,8 @@ class DFlashModule(pl.LightningModule):
             `TargetKL`, `TargetTV`, `Mix` of several, or your own `Loss`.
         position_weights: How much slots count: `ExpWeights(gamma)`, `UniformWeights`,
             `DPaceWeights(alpha)`, or your own.
-        init_from_layers: Target layers that the drafter's layers start from, one each; null starts
-            at random.
+        init_from_layers: Target layers that the drafter's layers start from, one each, or `last`:
+            as many of its last; null starts at random.
         intermediate_size: Width of the drafter's MLP; null takes the target's.
         lr: Peak learning rate of AdamW.
         weight_decay: Decay of matrices; norms never decay.
@@ -73,7 +73,7 @@ class DFlashModule(pl.LightningModule):
         draft_vocab: int | None = None,
         loss: Loss = DataToken(),  # noqa: B008
         position_weights: PositionWeights = ExpWeights(),  # noqa: B008
-        init_from_layers: list[int] | None = None,
+        init_from_layers: Layers | None = None,
         intermediate_size: int | None = None,
         lr: float = 6e-4,
         weight_decay: float = 0.0,

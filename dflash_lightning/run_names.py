@@ -33,8 +33,8 @@ def run_name(config: Namespace) -> str:
         named.append(axes)
     if model.draft_vocab is not None:
         named.append(f"v{model.draft_vocab}")
-    if model.init_from_layers is not None:
-        named.append("init" + ".".join(map(str, model.init_from_layers)))
+    if (layers := model.init_from_layers) is not None:
+        named.append("init" + (layers if layers == "last" else ".".join(map(str, layers))))
     return "-".join([*named, f"s{int(config.seed_everything)}"])
 
 

@@ -137,3 +137,12 @@ def test_layers_that_are_not_there_are_refused(layer_ids: list[int]) -> None:
     with pytest.raises(UserError, match=r"init_from_layers: (8|-1) is not within 0\.\.7"):
         copy_target_layers(drafter, target, layer_ids)
     assert not changed(drafter, before, 0)
+
+
+def test_last_is_as_many_of_the_last_layers() -> None:
+    target = tiny_target()
+    by_name, by_ids = tiny_drafter(target), tiny_drafter(target)
+    copy_target_layers(by_name, target, "last")
+    copy_target_layers(by_ids, target, [6, 7])
+    for ours, theirs in zip(by_name.parameters(), by_ids.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
