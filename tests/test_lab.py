@@ -170,7 +170,7 @@ def test_a_briefly_trained_pair_is_lossless_and_decodes_as_it_was_trained(
 
 @pytest.mark.slow
 def test_a_minute_of_training_is_seen_in_the_accept_length(target: Target, tmp_path: Path) -> None:
-    """An untrained drafter has 1.00 to 1.01; so short a training gets no further than 1.1 or 1.2."""
+    """An untrained drafter has 1.00 to 1.01; so short a training gets to 1.1 or 1.2."""
     few = ("--data.prompts.num_train", "512", "--model.num_layers", "1")
     run = fit(tmp_path, 400, *few, "--decode.final_prompts", "32")
     report = json.loads((run / "decode_val.json").read_text())
