@@ -206,7 +206,7 @@ class DFlashModule(pl.LightningModule):
         scale_gradients(self.drafter, torch.where(weight > 0, undo / weight, 0.0))
         if weight > 0:
             self.log("train/loss", (total / weight).float(), prog_bar=True)
-        self.log("train/supervised_tokens", self._supervised_tokens)
+        self.log("train/supervised_tokens", torch.as_tensor(self._supervised_tokens).float())
         self.train_loss.reset()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

@@ -260,7 +260,7 @@ def test_validate_needs_a_checkpoint(experiment: Path) -> None:
             ],
             "d1-k4-g2-t3-uniformanchors-v40-init2-s3",
         ),
-        (["--model.init_from_layers", "last"], "d1-k4-g2-t3-initlast-s3"),
+        (["--model.init_from_layers", "last"], "d1-k4-g2-t3-a4-v40-initlast-s3"),
     ],
 )
 def test_run_name_says_what_varies(experiment: Path, flags: list[str], name: str) -> None:

@@ -10,8 +10,10 @@ from test_drafter import ANCHORS, LENGTH, _inputs, _outcome
 from tiny import tiny_drafter, tiny_target
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.nn.attention import flex_attention as flex_module
 
 from dflash_lightning.data.blocks import Batch
+from dflash_lightning.drafter import attention
 from dflash_lightning.drafter.attention import (
     Visibility,
     dense_attention,
@@ -64,8 +66,10 @@ def test_nothing_is_compiled_again_after_the_second_step() -> None:
 
 @pytest.mark.slow
 @needs_compiler
-def test_compiled_flex_is_dense_on_cpu_and_compiles_once() -> None:
+def test_compiled_flex_is_dense_on_cpu_and_compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward only: torch has no backward of it here. New anchors are new inputs, not new code."""
+    compiled_mask = attention._compiled_mask()
+    monkeypatch.setattr(flex_module, "create_block_mask", compiled_mask)  # as on CUDA
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 4, 128, 16, generator=generator)
     context = [torch.randn(2, 2, 128, 16, generator=generator) for _ in range(2)]

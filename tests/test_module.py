@@ -639,15 +639,12 @@ def test_bfloat16_mixed_is_close_to_float32(lab: Lab) -> None:
 
 @pytest.mark.slow
 def test_200_steps_in_bfloat16_end_where_float32_does(lab: Lab) -> None:
-    """Within 2% of the loss, averaged over the last 20 steps; target and drafter in bfloat16."""
-    answers = [f"{n} and {n + 1} make {2 * n + 1}." for n in range(12)]
+    """Within 2% of the loss, averaged over the last 20 steps; on the same target's states."""
+    answers = [f"{n} and {n + 1} make {2 * n + 1}." for n in range(40)]
     found = {}
     for dtype, precision in (("float32", "32-true"), ("bfloat16", "bf16-mixed")):
-        target = replace(lab.target, dtype=dtype)
-        module = lab.module(target=target, lr=2e-3)
-        watch = fitted(
-            module, lab.given(answers, target=target), max_steps=200, precision=precision
-        )
+        module = lab.module(lr=1e-3)
+        watch = fitted(module, lab.given(answers), max_steps=200, precision=precision)
         found[dtype] = watch.losses
         states = module.trainer.optimizers[0].state.values()
         assert {x.dtype for state in states for x in state.values()} == {torch.float32}

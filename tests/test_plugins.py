@@ -80,7 +80,9 @@ def test_toys_train_and_resume(
     file = tmp_path / "toys.yaml"
     file.write_text(yaml.safe_dump(config))
     straight = main(["fit", "-c", str(file)])
-    run = tmp_path / "runs" / "d1-k4-glastslotfirst1-t3-squaredmiss3-everyother-v40-s3" / "version_0"
+    run = (
+        tmp_path / "runs" / "d1-k4-glastslotfirst1-t3-squaredmiss3-everyother-v40-s3" / "version_0"
+    )
     calls = sys.modules[toys].CALLS
     assert {"loss", "weights", 4} <= set(calls)
     saved = yaml.safe_load((run / "config.yaml").read_text())

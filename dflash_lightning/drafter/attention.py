@@ -171,11 +171,14 @@ def flex_mask(sight: Visibility) -> Callable[..., Tensor]:
 
 def flex_attention(sight: Visibility) -> Attend:
     """Attend with compiled flex attention (CUDA; torch has no backward for it on CPU)."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
     batch, num_blocks = sight.anchors.shape
     queries = num_blocks * sight.block_size
     keys = sight.context_length + queries
     device = str(sight.anchors.device)
-    compiled, make_mask = _compiled_flex()
+    compiled = _compiled_flex()
+    make_mask = _compiled_mask() if sight.anchors.is_cuda else create_block_mask
     mask = make_mask(flex_mask(sight), batch, None, queries, keys, device=device)
 
     def attend(
@@ -191,15 +194,19 @@ def flex_attention(sight: Visibility) -> Attend:
 
 
 @functools.cache
-def _compiled_flex() -> tuple[Callable[..., Tensor], Callable[..., Any]]:
-    """Return flex attention and the maker of its masks, compiled once for each shape.
-
-    Anchors are inputs to both, so new ones of the same count compile nothing.
-    """
-    from torch.nn.attention.flex_attention import create_block_mask
+def _compiled_flex() -> Callable[..., Tensor]:
+    """Return flex attention, compiled once a shape: new anchors are new inputs, not new code."""
     from torch.nn.attention.flex_attention import flex_attention as flex
 
-    return torch.compile(flex, dynamic=False), torch.compile(create_block_mask, dynamic=False)
+    return torch.compile(flex, dynamic=False)
+
+
+@functools.cache
+def _compiled_mask() -> Callable[..., Any]:
+    """Return the maker of flex attention's masks; compiled it never holds all pairs at once."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return torch.compile(create_block_mask, dynamic=False)
 
 
 def attention_name(name: AttentionName, device: torch.device) -> AttentionName:

@@ -1,7 +1,7 @@
 """Norms, rotations and gates of a layer in few passes over memory, and with little of it kept.
 
-Only on CPU, where each operation reads and writes all it works on; elsewhere the plain formulas
-run, which a compiler fuses. Both compute in float32 at least.
+Only in training on CPU, where each operation reads and writes all it works on; elsewhere the plain
+formulas run, which a compiler fuses. Both compute in float32 at least.
 """
 
 from typing import Any
@@ -60,7 +60,9 @@ def norm_and_rotate(x: Tensor, norm: RMSNorm, by: Rotation, dtype: torch.dtype) 
 
 
 def _fused_elsewhere(x: Tensor) -> bool:
-    return x.device.type != "cpu" or torch.compiler.is_compiling() or x.numel() == 0
+    """Also without gradients: decoding stays as transformers has it, to the last bit."""
+    compiled = x.device.type != "cpu" or torch.compiler.is_compiling()
+    return compiled or not torch.is_grad_enabled() or x.numel() == 0
 
 
 class _Norm(torch.autograd.Function):
