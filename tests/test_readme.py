@@ -54,7 +54,8 @@ def test_readme_is_short() -> None:
 
 
 def test_python_example_names_exist() -> None:
-    example = README.split("```python\n")[1].split("```")[0]
+    page = (ROOT / "docs" / "python.md").read_text()
+    example = page.split("```python\n")[1].split("```")[0]
     imports = "\n".join(
         line for line in example.splitlines() if line.startswith(("import", "from"))
     )
