@@ -39,6 +39,7 @@ from dflash_lightning.drafter.config import drafter_config
 from dflash_lightning.drafter.model import Drafter
 from dflash_lightning.drafter.rope import rotate, rotation
 from dflash_lightning.drafter.training import training_hidden
+from dflash_lightning.flops import batch_flops
 from dflash_lightning.memory import MMAP_THRESHOLD, TRIM_THRESHOLD, keep_freed_memory
 from dflash_lightning.objective import Objective
 from dflash_lightning.optimizer import adamw_with_cosine
@@ -122,8 +123,8 @@ def main(
         work.step(loss, keep_gradients=True)()
         peak_bytes[name] = peak_extra(work.step(loss, keep_gradients=True), place)
     times, peak = {name: median(found) for name, found in seconds.items()}, max(peaks)
-    flops = useful_flops(work.drafter, work.batch, vocab or target_vocab)
-    floor = sum(flops.values()) / peak
+    flops = batch_flops(work.drafter.config, work.batch)
+    floor = flops / peak
     figures: dict[str, Any] = {
         "shape": {"S": length, "N": anchors, "K": block_size, "H": hidden_size, "V": target_vocab},
         "layers": layers,
@@ -132,8 +133,7 @@ def main(
         "device": torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
         "largest difference in float32": difference,
-        "useful_gflop": {name: count / 1e9 for name, count in flops.items()},
-        "useful_gflop_sum": sum(flops.values()) / 1e9,
+        "useful_gflop": flops / 1e9,
         "matmul_peak_gflops": peak / 1e9,
         "floor_s": floor,
         "step_s": times,
@@ -428,30 +428,6 @@ def show_profile(step: Step) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
         step()
     print(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=40))
-
-
-def useful_flops(drafter: Any, batch: Batch, vocab: int) -> dict[str, int]:
-    """Return the floating-point operations that a step can't do without, by part.
-
-    Each multiply-add is two. Forward, gradient to the inputs and gradient to the weights count once
-    each where they are needed; nothing that is recomputed counts twice.
-    """
-    config = drafter.config
-    size, inner, depth = config.hidden_size, config.intermediate_size, config.num_hidden_layers
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
-    _, blocks, slots = batch.noise_ids.shape
-    seen = int(batch.anchor_positions.max())
-    own = blocks * slots
-    pairs = slots * int(batch.anchor_positions.sum()) + blocks * slots * slots
-    return {
-        "block projections": 3 * 2 * depth * own * size * (2 * queries + 2 * keys),
-        "block mlp": 3 * 2 * depth * own * size * 3 * inner,
-        "context projections": 3 * 2 * depth * seen * size * 2 * keys,
-        "fusion": 2 * 2 * seen * config.num_taps * size * size,
-        "attention": 3 * 2 * 2 * depth * pairs * queries,
-        "head": 2 * 2 * int(batch.label_mask.sum()) * size * vocab,
-    }
 
 
 if __name__ == "__main__":
