@@ -33,6 +33,7 @@ from torch.nn.functional import cross_entropy, linear, scaled_dot_product_attent
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from dflash_lightning.budget import Schedule
 from dflash_lightning.data.blocks import Batch
 from dflash_lightning.drafter.attention import Visibility, dense_mask
 from dflash_lightning.drafter.config import drafter_config
@@ -167,7 +168,7 @@ class Bench:
         self.objective = Objective(drafter, target, DataToken(), weights, chunk or 512)
         slots = torch.ones(1, batch.noise_ids.shape[-1] - 1, device=batch.labels.device)
         self.weights = weights(slots.bool(), None)
-        made = adamw_with_cosine(drafter, 6e-4, 0.0, 0.04, 1000)
+        made = adamw_with_cosine(drafter, 6e-4, 0.0, Schedule(1000, 40, float))
         self.optimizer: Any = made["optimizer"]
 
     def ours(self) -> Tensor:
