@@ -54,7 +54,12 @@ def _quieten() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # unset, each loader process complains
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", category=FutureWarning)
-    for message in ("does not have many workers", "LeafSpec", "is not supported by the model"):
+    for message in (
+        "does not have many workers",
+        "LeafSpec",
+        "is not supported by the model",
+        "LightningCLI's args parameter is intended",
+    ):
         warnings.filterwarnings("ignore", message=f".*{message}.*")
 
 

@@ -2,7 +2,8 @@
 
 Counted are the matrix products that an exact step can't do without, 2 operations a multiply-add:
 
-- fusion `S (T H) H`; each layer's keys and values of the context `2 S H KV` (injection `kv`);
+- fusion `S (T H) H`; each layer's keys and values of the context `2 S H KV` (injection `kv`; S ends
+  at the last anchor of a document there, behind which no block looks);
 - with injection `input` and `none`, the layers over the context itself, the last one only as far as
   its keys and values; causal attention there;
 - each layer over the blocks' slots: `q`, `o` `2 H Q`, `k`, `v` `2 H KV`, MLP `3 H I` a slot;
@@ -36,7 +37,8 @@ def step_flops(
     places = (torch.arange(num_anchors) + 0.5) * context_len / num_anchors
     labelled = rows * num_anchors * (config.block_size - 1)
     lengths = torch.full((rows,), float(context_len))
-    return _flops(config, lengths, places.repeat(rows), labelled, vocab)
+    seen = float(places[-1]) * rows if num_anchors else 0.0
+    return _flops(config, lengths, seen, places.repeat(rows), labelled, vocab)
 
 
 def batch_flops(config: DrafterConfig, batch: Batch) -> float:
@@ -46,19 +48,33 @@ def batch_flops(config: DrafterConfig, batch: Batch) -> float:
     document = begins.flatten().cumsum(0)[real.flatten()]
     kept = batch.block_keep_mask.cpu()
     anchors = batch.anchor_positions.cpu()
-    places = (anchors - starts.gather(1, anchors))[kept]
+    begin = starts.gather(1, anchors)
+    places = (anchors - begin)[kept]
+    its_document = (begin + torch.arange(len(starts))[:, None] * starts.shape[1])[kept]
+    seen = torch.zeros(starts.numel(), dtype=torch.long)
+    seen = seen.scatter_reduce(0, its_document, places, "amax").sum()
     vocab = config.draft_vocab_size or config.vocab_size
     labelled = int(batch.label_mask[..., 1:].sum())
-    return _flops(config, document.bincount()[1:].float(), places.float(), labelled, vocab)
+    lengths = document.bincount()[1:].float()
+    return _flops(config, lengths, float(seen), places.float(), labelled, vocab)
 
 
 def _flops(
-    config: DrafterConfig, lengths: Tensor, places: Tensor, labelled: float, vocab: int
+    config: DrafterConfig,
+    lengths: Tensor,
+    seen: float,
+    places: Tensor,
+    labelled: float,
+    vocab: int,
 ) -> float:
-    """Return the operations of documents of `lengths` `[D]` with anchors at `places` `[M]`."""
+    """Return the operations of documents of `lengths` `[D]` with anchors at `places` `[M]`.
+
+    Of all their positions, `seen` lie before the last anchor of their document.
+    """
     width, heads = config.hidden_size, config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
-    tokens, layers = float(lengths.sum()), config.num_hidden_layers
+    layers = config.num_hidden_layers
+    tokens = seen if config.injection == "kv" else float(lengths.sum())
     unrolled = config.autoregressive and config.injection == "input"
     slots = len(places) * (config.block_size - 1 if unrolled else config.block_size)
     layer = 2 * width * heads + 2 * width * keys + 3 * width * config.intermediate_size

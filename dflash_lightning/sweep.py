@@ -29,7 +29,6 @@ def sweep(spec: Spec) -> None:
     from dflash_lightning.sweeps.live import conclude
     from dflash_lightning.sweeps.worker import Worker
 
-    warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
     try:
         with Presence(spec.folder.parent / ".workers") as presence:
             worker = Worker(spec, presence)
