@@ -79,7 +79,7 @@ class Workers:
         assert sorted(found) == PAIRS
         assert not self.trials(TrialState.RUNNING, TrialState.WAITING)
         for layers, seed in PAIRS:
-            run = self.folder / f"d{layers}-k4-g2-t3-s{seed}"
+            run = self.folder / f"d{layers}-k4-g2-t3-a4-v40-s{seed}"
             assert json.loads((run / "run.json").read_text())["supervised_tokens"] >= 8000
             assert json.loads((run / "trial.json").read_text())["seed"] == seed
 
