@@ -1,6 +1,6 @@
 """Trains the lab's target: a small Llama on Python source text that is on this machine anyway.
 
-    OMP_NUM_THREADS=1 nice -n 10 python experiments/lab/train.py --minutes 65 --out experiments/lab
+    OMP_NUM_THREADS=1 python experiments/lab/train.py --minutes 100 --work lab_work
 
 Its text is the standard library, without the held-out files of `dflash_lightning.data.stdlib`, and
 every other `.py` file of the environment. Killed and started again it goes on.
