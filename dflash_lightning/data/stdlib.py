@@ -19,7 +19,7 @@ from dflash_lightning.data.splits import content_hash
 from dflash_lightning.errors import UserError
 
 PIECE = 800
-"""Least characters of a piece of a file."""
+"""Least characters of a piece of a file that a language model reads."""
 _DEFINITION = re.compile(r"\n\n(?=\n*[ \t]*(?:@|def |class |async def ))")
 _LEFT_OUT = {  # tables, generated text, and what Debian packages apart
     *("__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"),
@@ -94,6 +94,7 @@ class StdlibPrompts(PromptSource):
         num_val: Validation prompts.
         num_test: Test prompts.
         characters: A prompt ends with the line that reaches so many characters.
+        piece: Least characters of a piece.
         seed: Which pieces are taken, and their order.
     """
 
@@ -101,6 +102,7 @@ class StdlibPrompts(PromptSource):
     num_val: int = 64
     num_test: int = 64
     characters: int = 200
+    piece: int = PIECE
     seed: int = 0
 
     def stream(self, split: Split) -> Iterator[Prompt]:
@@ -142,7 +144,7 @@ class StdlibPrompts(PromptSource):
         root = stdlib_folder()
         for file in stdlib_files(split):
             name = file.relative_to(root).as_posix()
-            for number, piece in enumerate(pieces(source_text(file))):
+            for number, piece in enumerate(pieces(source_text(file), self.piece)):
                 end = opening(piece, self.characters)
                 if end > 0 and piece[end:].strip():
                     asked = {"role": "user", "content": piece[:end]}

@@ -12,6 +12,7 @@ An attention is a function `(q, k_context, v_context, k_block, v_block) -> outpu
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -94,10 +95,11 @@ def chunked_attention(sight: Visibility, queries_per_chunk: int = QUERIES_PER_CH
     fast, since a chunk then skips the context before its first document and behind its last anchor.
     """
     all_starts = torch.zeros_like(sight.anchors) if sight.starts is None else sight.starts
-    per_chunk, size = max(1, queries_per_chunk // sight.block_size), sight.block_size
-    parts = (x.split(per_chunk, dim=1) for x in (sight.anchors, all_starts))
-    chunks = []
-    for n, (anchors, starts) in enumerate(zip(*parts, strict=True)):
+    size = sight.block_size
+    blocks_of_chunks = _cut(all_starts, max(1, queries_per_chunk // size))
+    parts = (x.split(blocks_of_chunks, dim=1) for x in (sight.anchors, all_starts))
+    chunks, block = [], 0
+    for anchors, starts in zip(*parts, strict=True):
         last = min(int(anchors.max()), sight.context_length)
         seen = starts if sight.window is None else starts.maximum(anchors + 1 - sight.window)
         first = int(torch.where(anchors > seen, seen, last).min())
@@ -106,9 +108,9 @@ def chunked_attention(sight: Visibility, queries_per_chunk: int = QUERIES_PER_CH
         begin = max(first, min(last, int(anchors.min()))) if clear else first
         places = torch.arange(begin, last, device=anchors.device)
         hidden = _outside(places, anchors, starts, size, sight.window)
-        slot = n * per_chunk * size
-        slots = slice(slot, slot + anchors.shape[1] * size)
-        chunks.append(Chunk(slots, slice(first, last), hidden))
+        blocks = slice(block, block + anchors.shape[1])
+        chunks.append(Chunk(blocks, slice(first, last), hidden))
+        block = blocks.stop
     own = None if not (sight.causal or sight.window) else ~_within(sight)
 
     def attend(
@@ -117,6 +119,22 @@ def chunked_attention(sight: Visibility, queries_per_chunk: int = QUERIES_PER_CH
         return attend_chunks(chunks, own, q, k_context, v_context, k_block, v_block)
 
     return attend
+
+
+def _cut(starts: Tensor, wanted: int) -> list[int]:
+    """Return numbers of blocks: about `wanted` each, ending where a document ends if that is near.
+
+    Args:
+        starts: Where the documents of the blocks start `[B, N]`.
+        wanted: Blocks; from a third to half as many again are taken, few documents rather than many.
+    """
+    changes = (starts[:, 1:] != starts[:, :-1]).any(dim=0).nonzero()[:, 0] + 1
+    ends, last, cuts = [*changes.tolist(), starts.shape[1]], starts.shape[1], [0]
+    while cuts[-1] < last:
+        at = cuts[-1]
+        near = (end for end in ends if at + wanted / 3 <= end <= at + wanted * 1.5)
+        cuts.append(min(next(near, at + wanted), last))
+    return [stop - start for start, stop in itertools.pairwise(cuts)]
 
 
 def _outside(

@@ -1,10 +1,10 @@
 """Attention of training blocks on CPU, as matrix products over just what is visible.
 
-Blocks are handled chunk by chunk. A chunk's queries attend to the context before its last anchor,
-and each block to its own slots: no block's scores with another's slots are ever computed. The heads
-that share a key are folded into the queries, so keys and values are never repeated. Scores and
-softmax are float32 whatever the inputs are; backward computes them again, so memory is that of one
-chunk. (torch's own fused attention for CPU takes several times as long backward.)
+Each block attends to its own slots, all blocks at once: no block's scores with another's slots are
+ever computed. To the context they attend chunk by chunk, each as far as its last anchor sees. The
+heads that share a key are folded into the queries, so keys and values are never repeated. Scores
+and softmax are float32 whatever the inputs are; backward computes them again, so memory is that of
+one chunk. (torch's own fused attention for CPU takes several times as long backward.)
 """
 
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True)
 class Chunk:
-    """C blocks of K slots handled together.
+    """C blocks of K slots that attend to the context together.
 
     Attributes:
-        slots: Their slots.
+        blocks: Which blocks.
         context: The context that any of them sees, s positions.
         hidden: Which of its last h positions each block (or slot) does not see,
             `[B, C, 1 or K, h]` bool; those before are seen by all.
     """
 
-    slots: slice
+    blocks: slice
     context: slice
     hidden: Tensor
 
@@ -53,154 +53,130 @@ def attend_chunks(
         k_block: Keys of the blocks `[B, kv_heads, N*K, head_dim]`.
         v_block: Their values, likewise.
     """
-    found: Tensor = _Attend.apply(chunks, hidden_slots, q, k_context, v_context, k_block, v_block)
+    shape = _Shape(k_context.shape[1], sum(chunk.hidden.shape[1] for chunk in chunks))
+    found: Tensor = _Attend.apply(
+        shape, chunks, hidden_slots, q, k_context, v_context, k_block, v_block
+    )
     return found
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Where blocks and shared heads are in the tensors.
+
+    R = B * kv_heads, G query heads share a key, M = G * K queries a block.
+    """
+
+    kv_heads: int
+    num_blocks: int
+
+    def fold(self, x: Tensor) -> Tensor:
+        """Return `[R, N, M, n]` of `[B, heads, N*K, n]`."""
+        x = x.unflatten(2, (self.num_blocks, -1)).unflatten(1, (self.kv_heads, -1))
+        return x.transpose(2, 3).flatten(3, 4).flatten(0, 1)
+
+    def unfold(self, x: Tensor, like: Tensor) -> Tensor:
+        """Return `[B, heads, N*K, n]`, shape and dtype of `like`, of `[R, N, M, n]`."""
+        x = x.unflatten(0, (-1, self.kv_heads)).unflatten(3, (-1, like.shape[2] // x.shape[1]))
+        return torch.empty_like(like).copy_(x.transpose(2, 3).flatten(3, 4).flatten(1, 2))
+
+    def hide(self, chunk: Chunk, far: Tensor) -> Tensor:
+        """Set to -inf what a chunk's blocks don't see in their scores `[R, C*M, s]`."""
+        hidden = chunk.hidden[:, None, :, None]  # [B, 1, C, 1, 1 or K, h]
+        size = hidden.shape[-2]
+        scores = far.unflatten(1, (hidden.shape[2], -1, size))
+        scores = scores.unflatten(0, (hidden.shape[0], self.kv_heads))
+        scores[..., far.shape[-1] - hidden.shape[-1] :].masked_fill_(hidden, -torch.inf)
+        return far
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, chunks: Sequence[Chunk], hidden_slots: Tensor | None, q: Tensor, *keyed: Tensor
+        ctx: Any,
+        shape: _Shape,
+        chunks: Sequence[Chunk],
+        hidden_slots: Tensor | None,
+        q: Tensor,
+        *keyed: Tensor,
     ) -> Tensor:
-        ctx.chunks, ctx.hidden_slots = chunks, hidden_slots
-        output = torch.empty_like(q)
-        sums = q.new_empty((*q.shape[:-1], 1), dtype=_wide(q.dtype))
+        ctx.shape, ctx.chunks, ctx.hidden_slots = shape, chunks, hidden_slots
+        wide, narrow = _wide(q.dtype), q.dtype
         with torch.autocast(q.device.type, enabled=False):
-            for part in (_Part(chunk, q, *keyed) for chunk in chunks):
-                far, near = part.scores(hidden_slots)
-                top = near.amax(dim=-1, keepdim=True).view(*far.shape[:-1], 1)
-                if far.shape[-1]:
-                    top = torch.maximum(top, far.amax(dim=-1, keepdim=True))
-                far, near = far.sub_(top).exp_(), near.sub_(part.by_block(top)).exp_()
-                total = far.sum(dim=-1, keepdim=True)
-                total += near.sum(dim=-1, keepdim=True).view(total.shape)
-                mixed = part.far(far.to(q.dtype), part.v.mT).to(total.dtype)
-                mixed += part.near(near.to(q.dtype), part.v_own.mT).view(mixed.shape)
-                part.put(output, mixed.div_(total))
-                part.put(sums, total.log_().add_(top))
-        ctx.save_for_backward(q, *keyed, output, sums)
+            k, v, k_own, v_own = _keys(shape, keyed)
+            queries = shape.fold(q).to(wide) * q.shape[-1] ** -0.5
+            near = _near(queries, k_own.to(wide), hidden_slots)
+            top = near.amax(dim=-1, keepdim=True)
+            mixed, total = torch.zeros_like(queries), torch.zeros_like(top)
+            k = k.to(wide)
+            for chunk in chunks:
+                if chunk.context.stop > chunk.context.start:
+                    part = _rows(queries, chunk)
+                    far = shape.hide(chunk, part @ k[:, chunk.context].mT)
+                    highest = _rows(top, chunk)
+                    torch.maximum(highest, far.amax(dim=-1, keepdim=True), out=highest)
+                    far.sub_(highest).exp_()
+                    torch.sum(far, dim=-1, keepdim=True, out=_rows(total, chunk))
+                    _rows(mixed, chunk).copy_(far.to(narrow) @ v[:, chunk.context])
+            near.sub_(top).exp_()
+            total += near.sum(dim=-1, keepdim=True)
+            mixed += near.to(narrow) @ v_own
+            output = shape.unfold(mixed.div_(total), q)
+        ctx.save_for_backward(q, *keyed, output, total.log_().add_(top))
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         q, *keyed, output, sums = ctx.saved_tensors
-        to_q = torch.empty_like(q)
-        to_context = [torch.zeros_like(x, dtype=sums.dtype) for x in keyed[:2]]
-        to_block = [torch.empty_like(x) for x in keyed[2:]]
+        shape: _Shape = ctx.shape
+        wide, narrow, scale = sums.dtype, q.dtype, q.shape[-1] ** -0.5
         with torch.autocast(q.device.type, enabled=False):
-            along = (slope.to(sums.dtype) * output).sum(dim=-1, keepdim=True)
-            for chunk in ctx.chunks:
-                part = _Part(chunk, q, *keyed)
-                far, near = part.scores(ctx.hidden_slots, minus=part.take(sums))
-                weights = far.exp_(), near.exp_()
-                part.backward(
-                    weights, part.take(slope), part.take(along), to_q, to_context, to_block
-                )
-        return None, None, to_q, *(x.to(q.dtype) for x in to_context), *to_block
-
-
-class _Part:
-    """The queries, keys and values of a chunk, heads that share a key folded into the queries.
-
-    R = B * kv_heads, G query heads share a key, M = C * G * K queries: `[R, M, D]`. Far are the
-    keys of the context, near those of the own block.
-    """
-
-    def __init__(
-        self, chunk: Chunk, q: Tensor, k_context: Tensor, v_context: Tensor, *block: Tensor
-    ) -> None:
-        self.chunk, self.kv_heads = chunk, k_context.shape[1]
-        self.blocks, self.scale = chunk.hidden.shape[1], q.shape[-1] ** -0.5
-        self.q = self.take(q)
-        self.k, self.v = (x[:, :, chunk.context].flatten(0, 1) for x in (k_context, v_context))
-        own = (x[:, :, chunk.slots].unflatten(2, (self.blocks, -1)) for x in block)
-        self.k_own, self.v_own = (x.flatten(0, 2) for x in own)
-
-    def _unfolded(self, x: Tensor) -> Tensor:
-        """View `[B, heads, N*K, n]` as this chunk's `[B, kv_heads, C, G, K, n]`."""
-        x = x[:, :, self.chunk.slots].unflatten(1, (self.kv_heads, -1))
-        return x.unflatten(3, (self.blocks, -1)).transpose(2, 3)
-
-    def take(self, x: Tensor) -> Tensor:
-        """Return this chunk's `[R, M, n]` of `[B, heads, N*K, n]`."""
-        return self._unfolded(x).flatten(2, 4).flatten(0, 1)
-
-    def put(self, x: Tensor, values: Tensor) -> None:
-        """Write `[R, M, n]` into this chunk's part of `[B, heads, N*K, n]`."""
-        place = self._unfolded(x)
-        place.copy_(values.view(place.shape))
-
-    def by_block(self, x: Tensor) -> Tensor:
-        """View `[R, M, n]` as `[R*C, G*K, n]`."""
-        return x.unflatten(1, (self.blocks, -1)).flatten(0, 1)
-
-    def far(self, x: Tensor, keys: Tensor) -> Tensor:
-        """Return `[R, M, n] x [R, s, n] -> [R, M, s]`."""
-        return x @ keys.mT
-
-    def near(self, x: Tensor, keys: Tensor) -> Tensor:
-        """Return `[R, M or R*C, ., n] x [R*C, K, n] -> [R*C, G*K, K]`."""
-        return (x if len(x) == len(keys) else self.by_block(x)) @ keys.mT
-
-    def scores(
-        self, hidden_slots: Tensor | None, minus: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return scores `[R, M, s]` and `[R*C, G*K, K]`, -inf where nothing is seen.
-
-        Less `minus` `[R, M, 1]` a query, if it is given.
-        """
-        q = self.q.to(_wide(self.q.dtype)) * self.scale
-        far, near = self._products(q, self.k, self.k_own, minus)
-        size, hidden = near.shape[-1], self.chunk.hidden[:, None, :, None]
-        by_slot = far.unflatten(1, (self.blocks, near.shape[1] // size, size))
-        by_slot = by_slot.unflatten(0, (hidden.shape[0], self.kv_heads))
-        by_slot[..., far.shape[-1] - hidden.shape[-1] :].masked_fill_(hidden, -torch.inf)
-        if hidden_slots is not None:
-            near.unflatten(1, (-1, size)).masked_fill_(hidden_slots, -torch.inf)
-        return far, near
-
-    def backward(
-        self,
-        weights: tuple[Tensor, Tensor],
-        slope: Tensor,
-        along: Tensor,
-        to_q: Tensor,
-        to_context: Sequence[Tensor],
-        to_block: Sequence[Tensor],
-    ) -> None:
-        """Add this chunk's gradients; `along` is the sum of slope times output."""
-        far, near = weights
-        wide, narrow = far.dtype, slope.dtype
-        far_slope, near_slope = self._products(slope.to(wide), self.v, self.v_own, along)
-        far_slope.mul_(far)
-        near_slope.mul_(near)
-        far, near, far_slope, near_slope = (
-            x.to(narrow) for x in (far, near, far_slope, near_slope)
-        )
-        to_queries = self.far(far_slope, self.k.mT).to(wide)
-        to_queries += self.near(near_slope, self.k_own.mT).view(to_queries.shape)
-        self.put(to_q, to_queries.mul_(self.scale))
-        q = self.q * self.scale
-        for total, by_pair, x in ((to_context[0], far_slope, q), (to_context[1], far, slope)):
-            place = total[:, :, self.chunk.context]
-            place += (by_pair.mT @ x).view(place.shape)
-        for total, by_pair, x in ((to_block[0], near_slope, q), (to_block[1], near, slope)):
-            place = total[:, :, self.chunk.slots]
-            place.copy_((by_pair.mT @ self.by_block(x)).view(place.shape))
-
-    def _products(
-        self, x: Tensor, far: Tensor, near: Tensor, minus: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return `x @ far.T` and `x @ near.T`, less `minus`: one more column, no pass over them."""
-        far, near = far.to(x.dtype), near.to(x.dtype)
-        if minus is not None:
-            x, far, near = (
-                torch.cat([x, -minus], dim=-1),
-                pad(far, (0, 1), value=1.0),
-                pad(near, (0, 1), value=1.0),
+            k, v, k_own, v_own = _keys(shape, keyed)
+            along = shape.fold((slope.to(wide) * output).sum(dim=-1, keepdim=True))
+            queries, slope = shape.fold(q), shape.fold(slope.to(narrow))
+            # one more column subtracts: `x @ keys.T - minus` without a pass over it
+            scored = torch.cat([queries.to(wide) * scale, -sums], dim=-1)
+            sloped = torch.cat([slope.to(wide), -along], dim=-1)
+            k_one, v_one, k_own_one, v_own_one = (
+                pad(x.to(wide), (0, 1), value=1.0) for x in (k, v, k_own, v_own)
             )
-        return self.far(x, far), self.near(x, near)
+            queries = queries * scale
+            near = _near(scored, k_own_one, ctx.hidden_slots).exp_()
+            near_slope = (sloped @ v_own_one.mT).mul_(near).to(narrow)
+            to_q = (near_slope @ k_own).to(wide)
+            to_own = near_slope.mT @ queries, near.to(narrow).mT @ slope
+            to_context = [torch.zeros_like(x, dtype=wide) for x in (k, v)]
+            for chunk in ctx.chunks:
+                at = chunk.context
+                if at.stop > at.start:
+                    far = shape.hide(chunk, _rows(scored, chunk) @ k_one[:, at].mT).exp_()
+                    far_slope = (_rows(sloped, chunk) @ v_one[:, at].mT).mul_(far).to(narrow)
+                    _rows(to_q, chunk).add_(far_slope @ k[:, at])
+                    to_context[0][:, at] += far_slope.mT @ _rows(queries, chunk)
+                    to_context[1][:, at] += far.to(narrow).mT @ _rows(slope, chunk)
+            to_keyed = [*to_context, *(x.flatten(1, 2) for x in to_own)]
+        slopes = (x.view(y.shape).to(y.dtype) for x, y in zip(to_keyed, keyed, strict=True))
+        return None, None, None, shape.unfold(to_q.mul_(scale), q), *slopes
+
+
+def _keys(shape: _Shape, keyed: Sequence[Tensor]) -> list[Tensor]:
+    """Return keys and values of the context `[R, S, D]`, and of the blocks `[R, N, K, D]`."""
+    *context, k_own, v_own = (x.flatten(0, 1) for x in keyed)
+    return [*context, *(x.unflatten(1, (shape.num_blocks, -1)) for x in (k_own, v_own))]
+
+
+def _near(queries: Tensor, keys: Tensor, hidden_slots: Tensor | None) -> Tensor:
+    """Return the scores `[R, N, M, K]` of queries with their own block's keys."""
+    near = queries @ keys.mT
+    if hidden_slots is not None:
+        near.unflatten(2, (-1, keys.shape[2])).masked_fill_(hidden_slots, -torch.inf)
+    return near
+
+
+def _rows(x: Tensor, chunk: Chunk) -> Tensor:
+    """View a chunk's `[R, C*M, n]` of `[R, N, M, n]`."""
+    return x[:, chunk.blocks].flatten(1, 2)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
