@@ -168,7 +168,7 @@ class Bench:
         self.objective = Objective(drafter, target, DataToken(), weights, chunk or 512)
         slots = torch.ones(1, batch.noise_ids.shape[-1] - 1, device=batch.labels.device)
         self.weights = weights(slots.bool(), None)
-        made = adamw_with_cosine(drafter, 6e-4, 0.0, Schedule(1000, 40, float))
+        made = adamw_with_cosine(drafter, 6e-4, (0.9, 0.999), 0.0, Schedule(1000, 40, float))
         self.optimizer: Any = made["optimizer"]
 
     def ours(self) -> Tensor:

@@ -27,7 +27,7 @@ from dflash_lightning.losses import LossOutput
 from dflash_lightning.memory import keep_freed_memory
 from dflash_lightning.metrics import AcceptanceBySlot, WeightedMean, acceptance_scalars
 from dflash_lightning.objective import Objective
-from dflash_lightning.optimizer import adamw_with_cosine, scale_gradients
+from dflash_lightning.optimizer import adamw_with_cosine, check_betas, scale_gradients
 from dflash_lightning.position_weights import ExpWeights, PositionWeights, check_weights
 from dflash_lightning.slot_losses import DataToken, Loss
 from dflash_lightning.stopwatch import Stopwatch
@@ -56,6 +56,7 @@ class DFlashModule(pl.LightningModule):
             as many of its last; null starts at random.
         intermediate_size: Width of the drafter's MLP; null takes the target's.
         lr: Peak learning rate of AdamW.
+        betas: Its averages of gradients and of their squares; short runs want a short second one.
         weight_decay: Decay of matrices; norms never decay.
         warmup_ratio: Share of the run over which the rate rises linearly; it then falls as a
             cosine to 0.
@@ -76,6 +77,7 @@ class DFlashModule(pl.LightningModule):
         init_from_layers: Layers | None = None,
         intermediate_size: int | None = None,
         lr: float = 6e-4,
+        betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
         warmup_ratio: float = 0.04,
         attention: AttentionName = "auto",
@@ -90,6 +92,7 @@ class DFlashModule(pl.LightningModule):
         self.needs_final_states = bool(loss.needs)
         self.intermediate_size = intermediate_size
         self.lr, self.weight_decay, self.warmup_ratio = lr, weight_decay, warmup_ratio
+        self.betas = check_betas(betas)
         self.attention: AttentionName = attention
         self.loss_chunk = loss_chunk
         self.drafter: Drafter
@@ -272,7 +275,7 @@ class DFlashModule(pl.LightningModule):
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW on the drafter; linear warm-up, then a cosine to 0 over the run."""
         schedule = schedule_of(self.trainer, self.warmup_ratio)
-        return adamw_with_cosine(self.drafter, self.lr, self.weight_decay, schedule)
+        return adamw_with_cosine(self.drafter, self.lr, self.betas, self.weight_decay, schedule)
 
     # ---- checkpoints -----------------------------------------------------------------------------
 

@@ -8,16 +8,34 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from dflash_lightning.budget import Schedule
+from dflash_lightning.errors import UserError
+
+
+def check_betas(betas: tuple[float, float]) -> tuple[float, float]:
+    """Return AdamW's two averages.
+
+    Raises:
+        UserError: One is not within 0..1.
+    """
+    for beta in betas:
+        if not 0 <= beta < 1:
+            raise UserError(f"model.betas: each is 0 or more and below 1, got {beta}")
+    return betas
 
 
 def adamw_with_cosine(
-    model: nn.Module, lr: float, weight_decay: float, schedule: Schedule
+    model: nn.Module,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    schedule: Schedule,
 ) -> OptimizerLRSchedulerConfig:
     """Return AdamW over the trainable parameters with linear warm-up and a cosine to 0, by step.
 
     Args:
         model: Its matrices decay, its norms never do.
         lr: Peak learning rate.
+        betas: How slowly the averages of gradients and of their squares forget.
         weight_decay: Decay of matrices.
         schedule: How far a run is after so many steps.
     """
@@ -26,7 +44,7 @@ def adamw_with_cosine(
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    optimizer = AdamW(groups, lr=lr, fused=True)
+    optimizer = AdamW(groups, lr=lr, betas=betas, fused=True)
     # Lightning would refuse to clip: it takes every fused optimizer for one that unscales gradients
     # itself. This one is never given a scale.
     optimizer._step_supports_amp_scaling = False

@@ -124,7 +124,7 @@ class RunRecord(SaveConfigCallback):
                 )
 
 
-_IN_OPTIMIZER = ("model.lr", "model.weight_decay")
+_IN_OPTIMIZER = ("model.lr", "model.betas", "model.weight_decay")
 
 
 def plain(parser: Any, config: Any) -> dict[str, Any]:

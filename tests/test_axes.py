@@ -18,6 +18,7 @@ from dflash_lightning.decoding.loop import decode
 from dflash_lightning.decoding.proposer import DrafterProposer, TokenWalk
 from dflash_lightning.decoding.sampling import Sampling
 from dflash_lightning.drafter.attention import (
+    Attend,
     Visibility,
     chunked_attention,
     dense_attention,
@@ -364,13 +365,20 @@ def test_masks_follow_the_rule(causal: bool, window: int | None) -> None:
                 seen &= window is None or its_slot > slot - window
                 assert mask[b, q, length + other] == seen
     inputs = [
-        torch.randn(2, h, n, 8)
+        torch.randn(2, h, n, 8, requires_grad=True)
         for h, n in ((4, 4 * K), (2, length), (2, length), (2, 4 * K), (2, 4 * K))
     ]
-    expected = dense_attention(sight)(*inputs)
+    weights = torch.randn(2, 4, 4 * K, 8)
+
+    def outcome(attend: Attend) -> list[Tensor]:
+        output = attend(*inputs)
+        return [output, *torch.autograd.grad((output * weights).sum(), inputs)]
+
+    expected = outcome(dense_attention(sight))
     for size in (4, 8, 100):
-        chunked = chunked_attention(sight, size)
-        torch.testing.assert_close(chunked(*inputs), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            outcome(chunked_attention(sight, size)), expected, rtol=1e-5, atol=1e-5
+        )
     visible = flex_mask(sight)
     b, q, kv = torch.meshgrid(
         torch.arange(2), torch.arange(4 * K), torch.arange(length + 4 * K), indexing="ij"

@@ -21,6 +21,7 @@ from dflash_lightning.drafter.attention import (
     Attend,
     Visibility,
     chunked_attention,
+    cut_blocks,
     dense_attention,
     dense_mask,
     flex_mask,
@@ -473,6 +474,23 @@ def test_chunked_attention_skips_context_nobody_sees() -> None:
     output = chunked_attention(Visibility(anchors, 4, LENGTH), 4)(*inputs)
     assert output[:, :, :12].isfinite().all()
     assert output[:, :, 16:].isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("documents", "wanted", "expected"),
+    [
+        ([10], 4, [4, 6]),
+        ([5, 5], 4, [5, 5]),
+        ([2, 2, 2, 2, 2], 4, [2, 2, 2, 2, 2]),
+        ([1] * 9, 4, [2, 2, 2, 2, 1]),
+        ([9, 3], 4, [4, 5, 3]),
+    ],
+    ids=str,
+)
+def test_chunks_end_with_documents(documents: list[int], wanted: int, expected: list[int]) -> None:
+    """A chunk of two documents would score the pairs of both; a tiny one is all overhead."""
+    starts = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))[None] * 7
+    assert cut_blocks(starts, wanted) == expected
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

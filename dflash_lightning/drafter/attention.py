@@ -96,7 +96,7 @@ def chunked_attention(sight: Visibility, queries_per_chunk: int = QUERIES_PER_CH
     """
     all_starts = torch.zeros_like(sight.anchors) if sight.starts is None else sight.starts
     size = sight.block_size
-    blocks_of_chunks = _cut(all_starts, max(1, queries_per_chunk // size))
+    blocks_of_chunks = cut_blocks(all_starts, max(1, queries_per_chunk // size))
     parts = (x.split(blocks_of_chunks, dim=1) for x in (sight.anchors, all_starts))
     chunks, block = [], 0
     for anchors, starts in zip(*parts, strict=True):
@@ -121,12 +121,12 @@ def chunked_attention(sight: Visibility, queries_per_chunk: int = QUERIES_PER_CH
     return attend
 
 
-def _cut(starts: Tensor, wanted: int) -> list[int]:
+def cut_blocks(starts: Tensor, wanted: int) -> list[int]:
     """Return numbers of blocks: about `wanted` each, ending where a document ends if that is near.
 
     Args:
         starts: Where the documents of the blocks start `[B, N]`.
-        wanted: Blocks; from a third to half as many again are taken, few documents rather than many.
+        wanted: Blocks; a third to half as many again are taken, of few documents if that can be.
     """
     changes = (starts[:, 1:] != starts[:, :-1]).any(dim=0).nonzero()[:, 0] + 1
     ends, last, cuts = [*changes.tolist(), starts.shape[1]], starts.shape[1], [0]
