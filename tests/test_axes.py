@@ -176,6 +176,27 @@ def test_any_depth_and_taps_go_with_any_system(row: int) -> None:
 
 
 @every_system
+def test_context_behind_the_last_anchor_is_not_even_read(axes: Axes) -> None:
+    """No number there can be seen, not even one that would spoil any sum it entered."""
+    target = tiny_target()
+    module = training_module(target, drafter_of(target, axes))
+    ids = token_ids(13)
+    batch = batch_of([ids], axes, target.mask_token_id)
+    first = {
+        key: getattr(batch, key)[:, :5]
+        for key in ("anchor_positions", "block_keep_mask", "noise_ids", "position_ids")
+    }
+    hidden = target.forward(ids[None]).hidden
+    assert hidden is not None
+    spoilt = hidden.clone()
+    spoilt[:, int(first["anchor_positions"].max()) :] = torch.nan
+    with torch.no_grad():
+        expected = module.block_hidden(batch._replace(target_hidden=hidden))[:, :5, 1:]
+        found = module.block_hidden(batch._replace(target_hidden=spoilt, **first))[:, :, 1:]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@every_system
 def test_a_block_sees_no_state_at_or_after_its_anchor(axes: Axes) -> None:
     """And, without injection, none at all; those before it reach it as far as its layers see."""
     target = tiny_target()

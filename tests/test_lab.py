@@ -170,11 +170,11 @@ def test_a_briefly_trained_pair_is_lossless_and_decodes_as_it_was_trained(
 
 @pytest.mark.slow
 def test_a_minute_of_training_is_seen_in_the_accept_length(target: Target, tmp_path: Path) -> None:
-    """An untrained drafter has 1.00 to 1.01; so short a training gets to 1.1 or 1.2."""
+    """An untrained drafter has 1.00 to 1.01; so short a training gets well above 1.1."""
     few = ("--data.prompts.num_train", "512", "--model.num_layers", "1")
     run = fit(tmp_path, 400, *few, "--decode.final_prompts", "32")
     report = json.loads((run / "decode_val.json").read_text())
-    assert report["accept_len"] > 1.06
+    assert report["accept_len"] > 1.12
     assert all(d["logit_gap"] <= 0.5 for d in report["divergences"])
     outputs_are_the_targets_own(target, run, 3, 48)
 

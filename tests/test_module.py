@@ -581,7 +581,7 @@ def test_target_stays_frozen_and_in_eval_mode(lab: Lab) -> None:
 
 
 def test_optimizer_holds_the_drafter_and_spares_the_norms(lab: Lab) -> None:
-    module = lab.module(weight_decay=0.1, draft_vocab=9)
+    module = lab.module(weight_decay=0.1, betas=(0.8, 0.95), draft_vocab=9)
     run = trainer(max_steps=1)
     run.fit(module, datamodule=lab.data())
     decayed, spared = run.optimizers[0].param_groups
@@ -590,8 +590,15 @@ def test_optimizer_holds_the_drafter_and_spares_the_norms(lab: Lab) -> None:
     assert not names, "drafter parameters that nobody trains"
     assert len(held) == len(set(held))
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
+    assert decayed["betas"] == spared["betas"] == (0.8, 0.95)
     assert all("norm" in name for name in held[len(decayed["params"]) :])
     assert not any("norm" in name for name in held[: len(decayed["params"])])
+
+
+@pytest.mark.parametrize("betas", [(0.9, 1.0), (-0.1, 0.9)])
+def test_averages_that_never_forget_are_refused(lab: Lab, betas: tuple[float, float]) -> None:
+    with pytest.raises(UserError, match=r"model\.betas: each is 0 or more and below 1, got"):
+        lab.module(betas=betas)
 
 
 def test_learning_rate_warms_up_and_falls_as_a_cosine_by_step(lab: Lab) -> None:

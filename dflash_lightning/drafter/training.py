@@ -32,7 +32,10 @@ def training_hidden(
         attention: How the blocks attend.
     """
     config = drafter.config
-    if attention_name(attention, batch.noise_ids.device) == "chunked" and config.injection == "kv":
+    chunked = attention_name(attention, batch.noise_ids.device) == "chunked"
+    if chunked and config.injection != "kv":
+        batch, states = up_to_last_anchor(batch, states)
+    elif chunked:
         keep, live, seen = only_needed(batch, states)
         if live is not batch:
             found = training_hidden(drafter, target, live, seen, "chunked")[0]
@@ -103,6 +106,18 @@ def only_needed(batch: Batch, states: Tensor | None) -> tuple[Tensor, Batch, Ten
         document_starts=(batch.document_starts + moved)[seen][None],
     )
     return keep, needed, None if states is None else states[seen][None]
+
+
+def up_to_last_anchor(batch: Batch, states: Tensor | None) -> tuple[Batch, Tensor | None]:
+    """Return a batch without the places behind its last anchor, which no block sees.
+
+    Of the batch only what blocks and their context are is meant.
+    """
+    width = int(batch.anchor_positions.max()) + 1
+    needed = batch._replace(
+        input_ids=batch.input_ids[:, :width], document_starts=batch.document_starts[:, :width]
+    )
+    return needed, None if states is None else states[:, :width]
 
 
 def last_known(fused: Tensor, positions: Tensor) -> Tensor:
