@@ -181,6 +181,30 @@ def test_several_experiments_and_aliases_are_dimensions(sweep: Sweep, experiment
     }
 
 
+def test_a_number_keeps_its_key_and_brings_what_goes_with_it(sweep: Sweep) -> None:
+    """So that a sweep over depth may give each depth its own learning rate."""
+    with_rates = {"1": {"model.lr": 0.25}, "2": {"model.lr": 0.125}}
+    assert sweep.run(aliases=with_rates) == [(1, 0), (2, 0), (1, 1), (2, 1)]
+    words = [shlex.split(trial.user_attrs["command"]) for trial in sweep.study().trials]
+    rates = [(w[w.index("--model.num_layers") + 1], w[w.index("--model.lr") + 1]) for w in words]
+    assert rates == 2 * [("1", "0.25"), ("2", "0.125")]
+    grown = {**with_rates, "4": {"model.lr": 0.0625}}
+    space = {"model.num_layers": choices(1, 2, 4)}
+    assert sweep.run(space=space, aliases=grown) == [(4, 0), (4, 1)]
+    with pytest.raises(UserError, match=r"aliases: study depth has"):
+        sweep.run(space=space, aliases={**grown, "2": {"model.lr": 0.5}})
+    with pytest.raises(UserError, match=r"aliases: study depth has"):
+        sweep.run(space=space, aliases=with_rates)
+
+
+def test_a_number_with_a_fraction_has_a_name_too(sweep: Sweep) -> None:
+    sweep.key = "model.position_weights.init_args.gamma"
+    aliases = {"1.5": {"model.lr": 0.25}, "3": {"model.lr": 0.125}}
+    sweep.run(space={sweep.key: choices(1.5, 3)}, aliases=aliases, seeds=[0])
+    words = [shlex.split(trial.user_attrs["command"]) for trial in sweep.study().trials]
+    assert [w[w.index("--model.lr") + 1] for w in words] == ["0.25", "0.125"]
+
+
 def test_two_that_added_the_same_trial_train_it_once(sweep: Sweep) -> None:
     sweep.run(seeds=[0])
     study = sweep.study()

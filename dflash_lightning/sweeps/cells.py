@@ -17,7 +17,7 @@ from optuna.distributions import (
 
 from dflash_lightning.commands import PROG
 from dflash_lightning.errors import UserError
-from dflash_lightning.sweeps.spec import EXPERIMENT, Spec
+from dflash_lightning.sweeps.spec import EXPERIMENT, Spec, name_of
 
 Cell = dict[str, Any]
 """Key -> value, one a dimension."""
@@ -108,8 +108,9 @@ def flags(spec: Spec, cell: Mapping[str, Any]) -> list[str]:
     chosen: dict[str, Any] = {"trainer.devices": 1, **spec.settings}
     for key, value in cell.items():
         if key != EXPERIMENT:
-            alias = spec.aliases.get(value) if isinstance(value, str) else None
-            chosen |= {key: value} if alias is None else alias
+            alias = spec.aliases.get(name_of(value))
+            named = alias is not None and isinstance(value, str)
+            chosen |= {**({} if named else {key: value}), **(alias or {})}
     chosen |= {f"budget.{key}": value for key, value in spec.budget.items()}
     return [word for key, value in chosen.items() for word in (f"--{key}", text(value))]
 

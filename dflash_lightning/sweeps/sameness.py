@@ -8,9 +8,9 @@ from optuna.study import Study, StudyDirection
 
 from dflash_lightning.errors import UserError
 from dflash_lightning.sweeps.cells import dimensions, stored
-from dflash_lightning.sweeps.spec import Spec
+from dflash_lightning.sweeps.spec import Spec, name_of
 
-FIXED = ("objectives", "budget", "settings", "sampler", "pruner", "monitor", "aliases")
+FIXED = ("objectives", "budget", "settings", "sampler", "pruner", "monitor")
 """Keys that all trials of a study must share; seeds, numbers and trials may grow."""
 
 
@@ -32,6 +32,9 @@ def check_same(study: Study, spec: Spec, identities: Mapping[str, str]) -> None:
     for key in FIXED:
         if before.get(key) != asked[key]:
             raise UserError(_other(spec, key, before.get(key), asked[key]))
+    old, new = before.get("aliases") or {}, asked["aliases"]
+    if any(old.get(name) != new.get(name) for name in {*old, *_names(before)}):
+        raise UserError(_other(spec, "aliases", old, new))
     directions = [StudyDirection[o.direction.upper()] for o in spec.objectives]
     if directions != study.directions:
         raise UserError(_other(spec, "objectives", study.directions, directions))
@@ -41,6 +44,12 @@ def check_same(study: Study, spec: Spec, identities: Mapping[str, str]) -> None:
                 f"experiments: {key} has changed since study {spec.name} began; take another --name"
             )
     _check_space(study, spec, before)
+
+
+def _names(before: dict[str, Any]) -> set[str]:
+    spaces = (before.get("space") or {}).values()
+    arguments = [space.get("init_args") or {} for space in spaces]
+    return {name_of(choice) for given in arguments for choice in given.get("choices", ())}
 
 
 def _check_space(study: Study, spec: Spec, before: dict[str, Any]) -> None:

@@ -113,7 +113,8 @@ def parser() -> Parser:
         "--aliases",
         type=dict[str, dict[str, Any]],
         default={},
-        help="What a choice stands for: name -> the keys that it sets, instead of its own.",
+        help="What a choice stands for: name -> the keys that it sets, instead of its own; of a "
+        "number: beside its own.",
     )
     add("--settings", type=dict[str, Any], default={}, help="Keys that every trial gets.")
     add("--seeds", type=list[int], default=[0, 1, 2], help="Every cell is trained with each.")
@@ -238,12 +239,22 @@ def _budget(made: Namespace) -> dict[str, float]:
     return {key: int(value) if key == "tokens" else value for key, value in found.items()}
 
 
+def name_of(choice: Any) -> str:
+    """Return what a choice is called in `aliases`.
+
+    >>> [name_of(choice) for choice in ("uniform", 3, 3.0, 1.5)]
+    ['uniform', '3', '3', '1.5']
+    """
+    whole = isinstance(choice, float) and choice.is_integer()
+    return str(int(choice)) if whole else str(choice)
+
+
 def _problems(spec: Spec) -> list[str]:
     searching = not spec.exhaustive
     pruned = spec.pruner is not None
     unknown = [m for m in spec.metrics if not re.fullmatch(LOGGED, m)]
     owned = [key for key in spec.space if key in spec.settings]
-    choices = {c for d in spec.space.values() for c in getattr(d, "choices", ())}
+    choices = {name_of(c) for d in spec.space.values() for c in getattr(d, "choices", ())}
     unused = sorted(set(spec.aliases) - choices)
     rules = (
         (not spec.space and len(spec.experiments) < 2, "space: needs a key, or two experiments"),
