@@ -56,7 +56,7 @@ class DFlashModule(pl.LightningModule):
             as many of its last; null starts at random.
         intermediate_size: Width of the drafter's MLP; null takes the target's.
         lr: Peak learning rate of AdamW.
-        betas: Its averages of gradients and of their squares; short runs want a short second one.
+        betas: Its averages of gradients and of their squares.
         weight_decay: Decay of matrices; norms never decay.
         warmup_ratio: Share of the run over which the rate rises linearly; it then falls as a
             cosine to 0.
