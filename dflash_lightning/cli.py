@@ -29,6 +29,7 @@ from dflash_lightning.drafter.axes import noise_of
 from dflash_lightning.errors import UserError
 from dflash_lightning.evaluation import DecodingEvaluation, run_folder
 from dflash_lightning.module import DFlashModule
+from dflash_lightning.precision import multiplies_bfloat16, trainer_precision
 from dflash_lightning.run_names import run_name
 from dflash_lightning.run_record import RunRecord
 from dflash_lightning.target_spec import TargetConfig
@@ -45,7 +46,6 @@ LINKS = (
 TRAINER_DEFAULTS: dict[str, Any] = {
     "max_epochs": 6,
     "gradient_clip_val": 1.0,
-    "precision": "bf16-mixed",
     "log_every_n_steps": 10,
     "enable_model_summary": False,
     "use_distributed_sampler": False,  # EpochSampler shares out samples itself
@@ -123,6 +123,7 @@ class DFlashCLI(LightningCLI):
         if any(value is not None for value in config.budget.values()):
             config.trainer.max_steps = config.trainer.max_epochs = -1
         _check_strategy(config.trainer.strategy)
+        _check_precision(config.trainer.precision, config.model.target.dtype)
         if config.trainer.logger in (None, True):
             config.trainer.logger = Namespace(
                 class_path="lightning.pytorch.loggers.TensorBoardLogger",
@@ -179,6 +180,15 @@ def _check_strategy(strategy: Any) -> None:
         )
 
 
+def _check_precision(precision: Any, target_dtype: str) -> None:
+    wide = precision in (None, 32, "32", "32-true", 64, "64", "64-true")
+    if not multiplies_bfloat16() and not (wide and target_dtype == "float32"):
+        log.warning(
+            "this machine is not known to multiply bfloat16; --trainer.precision 32-true and "
+            "--model.target.dtype float32 may be several times as fast"
+        )
+
+
 def main(
     args: list[str] | None = None,
     run: bool = True,
@@ -213,7 +223,7 @@ def main(
             seed_everything_default=0,
             save_config_callback=RunRecord,
             save_config_kwargs={"command": words, "workers": workers},
-            trainer_defaults=dict(TRAINER_DEFAULTS),
+            trainer_defaults={**TRAINER_DEFAULTS, "precision": trainer_precision()},
             auto_configure_optimizers=False,
             parser_class=Parser,
             parser_kwargs={

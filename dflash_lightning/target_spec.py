@@ -1,11 +1,12 @@
 """What is known of a target before its weights are loaded: all that data preparation needs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from dflash_lightning.precision import target_dtype
 from dflash_lightning.target_files import EMBEDDED_TARGET, fingerprint, target_folder
 from dflash_lightning.target_rules import (
     check_layer_ids,
@@ -24,8 +25,9 @@ class TargetConfig:
     name: str = EMBEDDED_TARGET
     """Hub id (Qwen/Qwen3-4B), local folder, .gguf file, or package://PACKAGE/FILE for a file inside
     an installed package."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Precision in which the frozen target is kept and run."""
+    dtype: Literal["bfloat16", "float16", "float32"] = field(default_factory=target_dtype)
+    """Precision in which the frozen target is kept and run; unless said, bfloat16 where the machine
+    multiplies it, else float32."""
     revision: str | None = None
     """Hub revision (branch, tag or commit); null takes the default branch."""
     num_taps: int = 5

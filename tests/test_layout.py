@@ -4,6 +4,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "dflash_lightning"
 ROOMS = [
     "errors",
+    "precision",
     "target_files",
     "target_rules",
     "target_spec",
