@@ -10,34 +10,32 @@ from optuna.exceptions import ExperimentalWarning, StorageInternalError
 
 from dflash_lightning.errors import UserError
 from dflash_lightning.sweeps.locks import Presence, locked
-from dflash_lightning.sweeps.spec import Spec, read_spec
+from dflash_lightning.sweeps.processes import other_workers
+from dflash_lightning.sweeps.reading import read_spec
 
 
 def run_args(args: list[str]) -> None:
-    """Run a sweep as its flags say."""
-    warnings.filterwarnings("ignore", category=ExperimentalWarning)
-    sweep(read_spec(args))
-
-
-def sweep(spec: Spec) -> None:
-    """Train what the study lacks, then write its report.
+    """Train what the study of a sweep's flags lacks, then write its report.
 
     Raises:
         UserError: The sweep makes no sense, or the study is another's; nothing was trained.
         KeyboardInterrupt: Ctrl-C; the running trial was given back.
     """
+    warnings.filterwarnings("ignore", category=ExperimentalWarning)
+    spec = read_spec(args)
     from dflash_lightning.sweeps.live import conclude
     from dflash_lightning.sweeps.worker import Worker
 
     try:
         with Presence(spec.folder.parent / ".workers") as presence:
             worker = Worker(spec, presence)
-            all_ended = worker.work()
+            with other_workers(spec.workers - 1, args, spec.folder):
+                worker.work()
     except StorageInternalError as error:
         raise UserError(f"storage: {str(error).splitlines()[0]}") from error
     for line in conclude(worker.trials):
         sys.stdout.write(line + "\n")
-    if all_ended and worker.has_values:
+    if spec.report and worker.all_ended and worker.has_values:
         from dflash_lightning.report import report
 
         with locked(spec.folder / "lock"):

@@ -17,7 +17,7 @@ from dflash_lightning.drafter.model import Drafter
 from dflash_lightning.errors import UserError
 from dflash_lightning.runs import load_drafter
 from dflash_lightning.sweeps.parsing import check_cells
-from dflash_lightning.sweeps.spec import read_spec
+from dflash_lightning.sweeps.reading import read_spec
 from dflash_lightning.target import Target, load_target
 from dflash_lightning.target_spec import TargetConfig, inspect_target
 

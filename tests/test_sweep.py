@@ -26,7 +26,8 @@ from dflash_lightning.sweeps.cells import command, stored
 from dflash_lightning.sweeps.live import View
 from dflash_lightning.sweeps.locks import Presence
 from dflash_lightning.sweeps.parsing import Meaning, check_cells, meaning
-from dflash_lightning.sweeps.spec import LOGGED, read_spec
+from dflash_lightning.sweeps.reading import read_spec
+from dflash_lightning.sweeps.spec import LOGGED
 from dflash_lightning.sweeps.study import Trials, open_storage
 from dflash_lightning.sweeps.trial import Outcome, Watch, train
 
@@ -494,7 +495,7 @@ def test_help_and_bad_keys_need_no_torch(sweep: Sweep) -> None:
     import sys
 
     code = (
-        "import sys; from dflash_lightning.sweeps.spec import read_spec; "
+        "import sys; from dflash_lightning.sweeps.reading import read_spec; "
         f"read_spec({sweep.write()}); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-W", "error::ImportWarning", "-c", code], check=True)

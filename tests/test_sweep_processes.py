@@ -18,7 +18,7 @@ import pytest
 import yaml
 from optuna.trial import TrialState
 
-from dflash_lightning.sweeps.spec import read_spec
+from dflash_lightning.sweeps.reading import read_spec
 from dflash_lightning.sweeps.study import open_storage
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -43,9 +43,9 @@ class Workers:
         self.file.write_text(yaml.safe_dump(content))
         self.processes: list[subprocess.Popen[str]] = []
 
-    def start(self) -> "subprocess.Popen[str]":
+    def start(self, *flags: str) -> "subprocess.Popen[str]":
         process = subprocess.Popen(
-            [sys.executable, "-m", "dflash_lightning", "sweep", "-c", str(self.file)],
+            [sys.executable, "-m", "dflash_lightning", "sweep", "-c", str(self.file), *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -176,3 +176,41 @@ def test_ctrl_c_gives_the_trial_back_with_one_line(workers: Workers) -> None:
     assert (failed.number, failed.user_attrs["reason"]) == (trial.number, "interrupted")
     ended(workers.start())
     workers.check_every_cell_once()
+
+
+@pytest.mark.parametrize("workers", ["journal"], indirect=True)
+def test_one_command_of_two_workers_trains_every_cell_once(workers: Workers) -> None:
+    first = workers.start("--workers", "2")
+    wait_for(
+        lambda: len(pids := {t.user_attrs["worker"]["pid"] for t in workers.trials()}) == 2 and pids
+    )
+    output = ended(first)
+    workers.check_every_cell_once()
+    assert "4 done" in output
+    assert (workers.folder / "report.md").is_file()
+    assert "Traceback" not in (said := (workers.folder / "worker-2.log").read_text())
+    assert "trial" in said
+    runs = [json.loads(f.read_text())["environment"] for f in workers.folder.glob("*/run.json")]
+    assert {e["workers"] for e in runs} == {2}
+
+
+@pytest.mark.parametrize("workers", ["journal"], indirect=True)
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_the_other_worker_ends_with_the_first(workers: Workers, sent: signal.Signals) -> None:
+    first = workers.start("--workers", "2")
+    other = wait_for(
+        lambda: next((t for t in workers.trials(TrialState.RUNNING) if _pid(t) != first.pid), None)
+    )
+    wait_for(lambda: workers.training(_pid(other)))
+    first.send_signal(sent)
+    first.wait(60)
+    wait_for(lambda: not Path(f"/proc/{_pid(other)}").exists(), 60)
+    reasons = {_pid(t): t.user_attrs["reason"] for t in workers.trials(TrialState.FAIL)}
+    assert reasons[_pid(other)] == "interrupted"
+    assert not (workers.folder / "report.md").exists()
+    ended(workers.start("--workers", "2"))
+    workers.check_every_cell_once()
+
+
+def _pid(trial: Any) -> int:
+    return int(trial.user_attrs["worker"]["pid"])

@@ -70,8 +70,8 @@ class Worker:
         self.view = View(self.trials)
         self._warned = False
 
-    def work(self) -> bool:
-        """Take trials until none waits; return whether all of the study's have ended."""
+    def work(self) -> None:
+        """Take trials until none waits."""
         try:
             with self.view:
                 for line in notes(self.spec):
@@ -83,6 +83,10 @@ class Worker:
             raise
         finally:
             torch.set_num_threads(self.threads)
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether no trial of the study waits or runs, here or elsewhere."""
         open_ = (TrialState.WAITING, TrialState.RUNNING)
         return not any(self.trials.wanted(state) for state in open_)
 
@@ -195,7 +199,7 @@ class Worker:
 
     def _share_threads(self) -> int:
         """Take this worker's share of the machine's threads; return how many workers live."""
-        workers = self.presence.alive()
+        workers = max(self.presence.alive(), self.spec.workers)
         torch.set_num_threads(max(1, self.threads // workers))
         if workers > 1 and not self._warned:
             self._warned = True
