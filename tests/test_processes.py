@@ -76,7 +76,13 @@ def test_two_processes_have_the_gradient_of_the_joint_batch(case: str, tmp_path:
         torch.testing.assert_close(first[name], gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_fsdp_is_refused_in_one_line(target_folder: Path, tmp_path: Path) -> None:
-    words = f"fit --model.target.name {target_folder} --trainer.strategy fsdp"
-    with pytest.raises(UserError, match=r"trainer\.strategy: fsdp is not supported.*ddp"):
+@pytest.mark.parametrize(
+    "name",
+    ["fsdp", "fsdp_cpu_offload", "FSDPStrategy", "ModelParallelStrategy", "deepspeed_stage_2"],
+)
+def test_sharding_is_refused_in_one_line(name: str, target_folder: Path, tmp_path: Path) -> None:
+    words = f"fit --model.target.name {target_folder} --trainer.strategy {name}"
+    with pytest.raises(
+        UserError, match=rf"(?i)^trainer\.strategy: {name} is not supported.*take ddp$"
+    ):
         main(words.split())
