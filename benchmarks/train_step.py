@@ -11,7 +11,7 @@ gradients are compared in float32 before anything is timed. A step is forward, b
 and AdamW; the target's states are given, as they are with a store.
 
 Ours runs with freed memory kept (`dflash_lightning.memory`), the reference with what the C library
-does by itself.
+does by itself, or with `--same_allocator true` like ours.
 
 Memory is the peak of the process's resident set during one step (the kernel's high-water mark, set
 back before it) above what weights, gradients and optimizer state already take.
@@ -69,6 +69,7 @@ def main(
     device: str = "cpu",
     compile: bool = False,
     memory: bool = True,
+    same_allocator: bool = False,
     out: str | None = None,
 ) -> dict[str, Any]:
     """Measure one training step.
@@ -90,6 +91,7 @@ def main(
         device: Where.
         compile: Compile the drafter of ours.
         memory: Measure memory too, in steps of its own.
+        same_allocator: Let the reference keep freed memory too.
         out: Write the figures here as JSON.
     """
     if quick:
@@ -102,6 +104,7 @@ def main(
     difference = compare(small)
     del small
     work = bench(*sizes, vocab, dtype, place, length, anchors, loss_chunk)
+    work.same_allocator = same_allocator
     if compile:
         work.drafter.compile()
     losses = {"ours": work.ours, "reference": work.reference}
@@ -133,6 +136,7 @@ def main(
         "dtype": dtype,
         "device": torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
+        "same_allocator": same_allocator,
         "largest difference in float32": difference,
         "useful_gflop": flops / 1e9,
         "matmul_peak_gflops": peak / 1e9,
@@ -170,6 +174,7 @@ class Bench:
         self.weights = weights(slots.bool(), None)
         made = adamw_with_cosine(drafter, 6e-4, (0.9, 0.999), 0.0, Schedule(1000, 40, float))
         self.optimizer: Any = made["optimizer"]
+        self.same_allocator = False
 
     def ours(self) -> Tensor:
         batch, states = self.batch, self.batch.target_hidden
@@ -191,7 +196,7 @@ class Bench:
 
     def step(self, loss: Callable[[], Tensor], keep_gradients: bool = False) -> Step:
         def run() -> Tensor:
-            allocator(keep=loss == self.ours)
+            allocator(keep=self.same_allocator or loss == self.ours)
             value = self.backward(loss)
             nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
             self.optimizer.step()
