@@ -124,6 +124,7 @@ def test_out_and_baseline(study: Path, text: str, tmp_path: Path) -> None:
     compared = section(elsewhere.read_text(), "Paired comparisons")
     assert "over the baseline, num_layers 2" in compared
     assert "num_layers 1 over num_layers 2" in compared
+    assert "| speedup, measured |" in compared
     assert sorted(p.name for p in study.iterdir()) == before
     with pytest.raises(UserError, match="--baseline: no cell 7; there are num_layers 1, num_lay"):
         report(str(study), baseline="7")
@@ -141,6 +142,9 @@ def test_categories_unequal_budgets_and_workers(tmp_path: Path) -> None:
     assert "input_fusion over dflash: -" in text
     assert "**The budgets are not equal**: dflash was trained on 700,000" in text
     assert "**The speeds are not to be trusted**" in text
+    compared = section(text, "Paired comparisons")
+    assert "| accept length |" in compared
+    assert "speedup" not in compared
     assert "Table 9" in text
     assert "Table 10" in text
 

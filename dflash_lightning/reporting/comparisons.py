@@ -45,11 +45,16 @@ class Comparison:
 def compare_cells(
     cells: Sequence[Cell], baseline: Cell, bootstrap: Bootstrap
 ) -> tuple[list[Comparison], list[str]]:
-    """Return all comparisons, and the pairs that can't be made, each with its reason."""
+    """Return all comparisons, and the pairs that can't be made, each with its reason.
+
+    Speeds that were measured while other workers ran are not compared.
+    """
     known = quantities(cells)
+    shared = any(run.shared_machine for cell in cells for run in cell.runs)
+    wanted = (ACCEPT_LEN,) if shared else (ACCEPT_LEN, SPEEDUP, MODELLED)
     found: list[tuple[Quantity, Cell, Cell, Estimate]] = []
     impossible: dict[str, None] = {}
-    for quantity in (q for q in (ACCEPT_LEN, SPEEDUP, MODELLED) if q in known):
+    for quantity in (q for q in wanted if q in known):
         measured = [[run.measured for run in cell.runs] for cell in cells]
         spreads = seed_spreads(measured, quantity.figure, bootstrap)
         spread = spreads.of_difference if spreads is not None else None

@@ -47,6 +47,11 @@ class Run:
         found = self.record.get("supervised_tokens")
         return None if found is None else int(found)
 
+    @property
+    def shared_machine(self) -> bool:
+        """Whether other workers trained beside it, so that its speeds say nothing."""
+        return int(self.record.get("environment", {}).get("workers") or 1) > 1
+
     @cached_property
     def measured(self) -> Measured:
         """What decoding the held-out prompts measured."""

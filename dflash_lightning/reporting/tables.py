@@ -172,6 +172,7 @@ def setting(runs: Sequence[Run]) -> list[list[str]]:
     keys = {
         "target": "model.target.name",
         "precision of the target": "model.target.dtype",
+        "precision of training": "trainer.precision",
         "prompts": "data.prompts.class_path",
         "drafter layers": "model.num_layers",
         "K": "model.block_size",
@@ -197,12 +198,11 @@ def setting(runs: Sequence[Run]) -> list[list[str]]:
 
 def shared_machine(runs: Sequence[Run]) -> str | None:
     """Warn of speeds that were measured while other workers ran."""
-    environments = [run.record.get("environment", {}) for run in runs]
-    if all(int(environment.get("workers") or 1) <= 1 for environment in environments):
+    if not any(run.shared_machine for run in runs):
         return None
     return (
-        "**The speeds are not to be trusted**: several workers shared the machine. Accept lengths "
-        "are not touched by that."
+        "**The speeds are not to be trusted**, and not compared: several workers shared the "
+        "machine. Accept lengths are not touched by that."
     )
 
 
