@@ -22,7 +22,7 @@ from dflash_lightning.reporting.cells import (
     usual_baseline,
 )
 from dflash_lightning.reporting.comparisons import Comparison, compare_cells
-from dflash_lightning.reporting.output import write
+from dflash_lightning.reporting.output import keep_runs, write
 from dflash_lightning.reporting.quantities import (
     ACCEPT_LEN,
     DRAFT_MS,
@@ -85,7 +85,8 @@ def report(
     Args:
         folder: A study's folder, as in `sweeps/results/depth`, or any folder of runs.
         compare: Run folders or globs instead of a study; cells are the keys in which they differ.
-        out: Where report.md and figures go; null is the study's folder, and for `--compare`
+        out: Where report.md and figures go, and of a study what its runs measured, so that the
+            report can be made again from there; null is the study's folder, and for `--compare`
             `comparison` beside the runs.
         baseline: The cell that the others are compared with; null is the paper's, else the first.
 
@@ -172,6 +173,7 @@ def _write(found: Found, target: Path, board_root: Path) -> Path:
     sweep = board_root / "sweep.yaml"
     if sweep.is_file() and target.resolve() != board_root.resolve():
         write(target / "sweep.yaml", sweep.read_bytes())
+        keep_runs([run.folder for run in found.runs], target / "runs")
     write_summary(board_root, found.cells, found.axis, pictures, _short(found))
     lines = tables.conclusions(found.comparisons)
     for line in lines[:MOST_SAID]:

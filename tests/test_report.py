@@ -19,6 +19,7 @@ from dflash_lightning.commands import run_command
 from dflash_lightning.errors import UserError
 from dflash_lightning.report import report
 from dflash_lightning.reporting.cells import make_cells
+from dflash_lightning.reporting.output import KEPT
 from dflash_lightning.reporting.published import PUBLISHED, published
 from dflash_lightning.reporting.runs import find_runs, read_runs
 from dflash_lightning.reporting.statistics import Bootstrap
@@ -128,6 +129,20 @@ def test_out_and_baseline(study: Path, text: str, tmp_path: Path) -> None:
     assert sorted(p.name for p in study.iterdir()) == before
     with pytest.raises(UserError, match="--baseline: no cell 7; there are num_layers 1, num_lay"):
         report(str(study), baseline="7")
+
+
+def test_a_report_elsewhere_can_be_made_again_from_there(tmp_path: Path) -> None:
+    study = fake_study(tmp_path / "depth", {1: 0.3, 3: 0.5})
+    (study / "d3-k6-g3-t5-s0" / "checkpoints").mkdir()
+    (study / "d3-k6-g3-t5-s0" / "checkpoints" / "last.ckpt").write_text("large")
+    first = report(str(study), out=str(tmp_path / "docs"))
+    kept = {str(p.relative_to(tmp_path / "docs")) for p in (tmp_path / "docs/runs").rglob("*.*")}
+    run = "runs/d3-k6-g3-t5-s0"
+    assert {f"{run}/config.yaml", f"{run}/run.json", f"{run}/decode_val.json"} <= kept
+    assert all(Path(name).name in KEPT for name in kept)
+    again = report(str(tmp_path / "docs"), out=str(tmp_path / "again"))
+    for heading in ("Cells", "Paired comparisons", "Acceptance by position"):
+        assert section(again.read_text(), heading) == section(first.read_text(), heading)
 
 
 def test_categories_unequal_budgets_and_workers(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ class Run:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Return the run folders in a study's folder, or in any folder of runs.
+    """Return the run folders in a study's folder, in a report's, or in any folder of runs.
 
     Raises:
         UserError: No such folder, or no run in it.
@@ -77,6 +77,7 @@ def find_runs(folder: Path) -> list[Path]:
         return [folder]
     found = sorted(p.parent for p in folder.glob("*/config.yaml"))
     found += sorted(p.parent for p in folder.glob("*/version_*/config.yaml"))
+    found += sorted(p.parent for p in folder.glob("runs/*/config.yaml"))
     if found:
         return found
     if any((folder / name).exists() for name in ("sweep.yaml", "journal.log")):
