@@ -132,7 +132,8 @@ def test_out_and_baseline(study: Path, text: str, tmp_path: Path) -> None:
 
 
 def test_a_report_elsewhere_can_be_made_again_from_there(tmp_path: Path) -> None:
-    study = fake_study(tmp_path / "depth", {1: 0.3, 3: 0.5})
+    objectives = [("decode/accept_len", "maximize"), ("decode/draft_ms", "minimize")]
+    study = fake_study(tmp_path / "depth", {1: 0.3, 3: 0.5}, objectives=objectives)
     (study / "d3-k6-g3-t5-s0" / "checkpoints").mkdir()
     (study / "d3-k6-g3-t5-s0" / "checkpoints" / "last.ckpt").write_text("large")
     first = report(str(study), out=str(tmp_path / "docs"))
@@ -141,7 +142,8 @@ def test_a_report_elsewhere_can_be_made_again_from_there(tmp_path: Path) -> None
     assert {f"{run}/config.yaml", f"{run}/run.json", f"{run}/decode_val.json"} <= kept
     assert all(Path(name).name in KEPT for name in kept)
     again = report(str(tmp_path / "docs"), out=str(tmp_path / "again"))
-    for heading in ("Cells", "Paired comparisons", "Acceptance by position"):
+    for heading in ("Cells", "Paired comparisons", "Acceptance by position", "Pareto front"):
+        assert section(first.read_text(), heading)
         assert section(again.read_text(), heading) == section(first.read_text(), heading)
 
 

@@ -84,7 +84,13 @@ def load_study(folder: Path) -> Study | None:
     except Exception as error:  # storages raise many unrelated types
         line = (str(error).splitlines() or [type(error).__name__])[0]
         log.info("report: the study of %s can't be read (%s); its runs are used", folder, line)
-        return Study(folder.name, sweep)
+        asked = [o for o in sweep.get("objectives") or () if isinstance(o, dict) and "metric" in o]
+        return Study(
+            str(sweep.get("name") or folder.name),
+            sweep,
+            directions=[o.get("direction", "maximize") for o in asked],
+            metrics=[o["metric"] for o in asked],
+        )
 
 
 def importances(study: Study) -> dict[str, dict[str, float]]:
