@@ -437,8 +437,12 @@ def test_a_sampled_batch_is_its_prompts_alone(architecture: str, sampling: Sampl
 @pytest.mark.parametrize("architecture", ["llama_untied", "mistral_sliding"])
 @pytest.mark.parametrize("sampling", RULES, ids=lambda s: s.rule)
 def test_sampled_rows_run_apart(architecture: str, sampling: Sampling) -> None:
-    """The same with drafts that are accepted, so that rows differ in length and end apart."""
+    """The same with drafts that are accepted, so that rows differ in length and end apart.
+
+    In float64: in float32 a draw can fall between the roundings of a row alone and in a batch.
+    """
     target = tiny_target(architecture)
+    target.model.double()
     sampling = replace(sampling, temperature=0.7)
     alone = sampled_alone(target, lambda p: Rollout(target, p), sampling, 5)
     proposer = Rollout(target, PROMPTS)

@@ -96,7 +96,8 @@ def test_training_blocks_equal_decoding_blocks(
     for anchor in range(1, 21):
         torch.testing.assert_close(blocks[anchor], found[anchor], rtol=1e-5, atol=1e-5)
         logits = (target.head(blocks[anchor, 1:]), target.head(found[anchor][1:]))
-        torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
+        scale = max(1.0, float(logits[0].abs().max()))
+        torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5 * scale)
     assert (blocks[1:21] - blocks[:20]).abs().amax((1, 2)).min() > 1e-2
 
 
