@@ -180,12 +180,9 @@ def test_ctrl_c_gives_the_trial_back_with_one_line(workers: Workers) -> None:
 
 @pytest.mark.parametrize("workers", ["journal"], indirect=True)
 def test_one_command_of_two_workers_trains_every_cell_once(workers: Workers) -> None:
-    first = workers.start("--workers", "2")
-    wait_for(
-        lambda: len(pids := {t.user_attrs["worker"]["pid"] for t in workers.trials()}) == 2 and pids
-    )
-    output = ended(first)
+    output = ended(workers.start("--workers", "2"))
     workers.check_every_cell_once()
+    assert len({_pid(t) for t in workers.trials(TrialState.COMPLETE)}) == 2
     assert "4 done" in output
     assert (workers.folder / "report.md").is_file()
     assert "Traceback" not in (said := (workers.folder / "worker-2.log").read_text())
