@@ -123,7 +123,6 @@ class DFlashCLI(LightningCLI):
         if any(value is not None for value in config.budget.values()):
             config.trainer.max_steps = config.trainer.max_epochs = -1
         _check_strategy(config.trainer.strategy)
-        _check_precision(config.trainer.precision, config.model.target.dtype)
         if config.trainer.logger in (None, True):
             config.trainer.logger = Namespace(
                 class_path="lightning.pytorch.loggers.TensorBoardLogger",
@@ -140,6 +139,8 @@ class DFlashCLI(LightningCLI):
         `prepare` gets one that was never set up: it trains nothing, and the machine may lack the
         devices that the experiment names.
         """
+        config = self.config[self.subcommand] if self.subcommand else self.config
+        _check_precision(config.trainer.precision, config.model.target.dtype)
         if self.subcommand == "prepare":
             return Trainer.__new__(Trainer)
         own = self._get(self.config_init, "trainer.callbacks") or []
