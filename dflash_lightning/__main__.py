@@ -2,7 +2,9 @@
 
 import logging
 import os
+import signal
 import sys
+import threading
 import warnings
 
 from dflash_lightning.errors import UserError
@@ -17,6 +19,7 @@ def run() -> int:
     Bad input ends with one line on standard error and status 2, Ctrl-C with status 130.
     """
     _quieten()
+    _keep_interruptions()
     try:
         _dispatch(sys.argv[1:])
     except UserError as error:
@@ -61,6 +64,18 @@ def _quieten() -> None:
         "LightningCLI's args parameter is intended",
     ):
         warnings.filterwarnings("ignore", message=f".*{message}.*")
+
+
+def _keep_interruptions() -> None:
+    """Interrupt again where Python drops an interruption: in a `__del__`, of all places."""
+
+    def hook(dropped: "sys.UnraisableHookArgs") -> None:
+        if dropped.exc_type is KeyboardInterrupt:  # raised in here it would be dropped again
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+        else:
+            sys.__unraisablehook__(dropped)
+
+    sys.unraisablehook = hook
 
 
 if __name__ == "__main__":

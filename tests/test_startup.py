@@ -36,3 +36,30 @@ def test_the_overview_names_every_command() -> None:
     for name, words in {**OF_EXPERIMENTS, **COMMANDS}.items():
         assert f"    {name} " in overview()
         assert words in overview()
+
+
+DROPPED = """
+import signal, sys, time
+import dflash_lightning.__main__ as command_line
+
+class Doomed:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+        len(())
+
+def work(args):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    Doomed()
+    time.sleep(20)
+
+command_line._dispatch = work
+sys.exit(command_line.run())
+"""
+
+
+def test_an_interruption_in_a_destructor_is_not_lost() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DROPPED], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 130
+    assert done.stderr == ""

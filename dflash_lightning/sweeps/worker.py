@@ -79,6 +79,8 @@ class Worker:
                 while (trial := self._next()) is not None:
                     self._run(trial)
         except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rest takes no second
+            self._give_back()
             self.view.say("interrupted; the same command goes on, with the trial that ran first")
             raise
         finally:
@@ -110,12 +112,21 @@ class Worker:
     def _reclaim(self) -> None:
         """Add the trials of killed workers again, and remove what is left of their runs."""
         for trial in self.trials.dead():
-            run = trial.user_attrs.get("run")
-            if self.trials.give_back(trial, KILLED) and run is not None:
-                _remove_unfinished(self.spec.folder / run)
+            self._add_again(trial, KILLED)
+
+    def _give_back(self) -> None:
+        """Add the trial that this worker runs again."""
+        for trial in self.trials.all(TrialState.RUNNING):
+            if trial.user_attrs.get("worker") == self.presence.identity:
+                self._add_again(trial, INTERRUPTED)
+
+    def _add_again(self, trial: FrozenTrial, reason: str) -> None:
+        run = trial.user_attrs.get("run")
+        if self.trials.give_back(trial, reason) and run is not None:
+            _remove_unfinished(self.spec.folder / run)
 
     def _run(self, trial: FrozenTrial) -> None:
-        """Train a trial and tell the study; give it back if this process is told to end."""
+        """Train a trial and tell the study."""
         began = time.monotonic()
         try:
             with self._beating(trial) as watch:
@@ -123,12 +134,6 @@ class Worker:
             self._tell(trial, outcome, time.monotonic() - began)
         except UpdateFinishedTrialError:
             self.view.event(trial, "was taken for dead and given to another worker")
-        except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rest takes no second
-            run = self.trials.storage.get_trial(trial._trial_id).user_attrs.get("run")
-            if self.trials.give_back(trial, INTERRUPTED) and run is not None:
-                _remove_unfinished(self.spec.folder / run)
-            raise
 
     def _outcome(self, trial: FrozenTrial, watch: Watch) -> Outcome:
         cell, seed = self.trials.cell(trial), seed_of(trial)
