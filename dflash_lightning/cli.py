@@ -208,9 +208,7 @@ def main(
     """
     words = sys.argv[1:] if args is None else args
     made = type(kind.__name__, (kind,), {"more_callbacks": tuple(callbacks)})
-    set_parsing_settings(
-        omegaconf_absolute_to_relative_paths=True, docstring_parse_attribute_docstrings=True
-    )
+    set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
         logging.getLogger(name).addFilter(lambda record: "Tip:" not in str(record.msg))
     huggingface.disable_progress_bar()

@@ -20,25 +20,29 @@ from dflash_lightning.target_rules import (
 
 @dataclass
 class TargetConfig:
-    """Which language model is drafted for, and where the drafter looks into it."""
+    """Which language model is drafted for, and where the drafter looks into it.
+
+    Args:
+        name: Hub id (Qwen/Qwen3-4B), local folder, .gguf file, or package://PACKAGE/FILE for a file
+            inside an installed package.
+        dtype: Precision in which the frozen target is kept and run; unless said, bfloat16 where the
+            machine multiplies it, else float32.
+        revision: Hub revision (branch, tag or commit); null takes the default branch.
+        num_taps: How many target layers the drafter sees, spread by the paper's rule; unused when
+            target_layer_ids is given.
+        target_layer_ids: Explicit tapped layers: id i is the output of decoder layer i, counted
+            from 0; the last layer may not be tapped.
+        mask_token_id: Embedding row that stands for a masked slot; null takes the tokenizer's mask
+            token, else the first row beyond the tokenizer, else a reserved special token. Never
+            pad, eos or bos.
+    """
 
     name: str = EMBEDDED_TARGET
-    """Hub id (Qwen/Qwen3-4B), local folder, .gguf file, or package://PACKAGE/FILE for a file inside
-    an installed package."""
     dtype: Literal["bfloat16", "float16", "float32"] = field(default_factory=target_dtype)
-    """Precision in which the frozen target is kept and run; unless said, bfloat16 where the machine
-    multiplies it, else float32."""
     revision: str | None = None
-    """Hub revision (branch, tag or commit); null takes the default branch."""
     num_taps: int = 5
-    """How many target layers the drafter sees, spread by the paper's rule; unused when
-    target_layer_ids is given."""
     target_layer_ids: list[int] | None = None
-    """Explicit tapped layers: id i is the output of decoder layer i, counted from 0; the last layer
-    may not be tapped."""
     mask_token_id: int | None = None
-    """Embedding row that stands for a masked slot; null takes the tokenizer's mask token, else the
-    first row beyond the tokenizer, else a reserved special token. Never pad, eos or bos."""
 
 
 @dataclass(frozen=True)
