@@ -392,6 +392,8 @@ def test_published_tables_are_whole() -> None:
         assert all(len(row) == len(table.columns) for row in table.rows)
     assert [t.source.rpartition(" ")[2] for t in published(["model.num_layers"])] == ["6"]
     assert not published(["model.lr"])
+    systems = [t.source for t in published(["experiment"])]
+    assert [t.source for t in published(["model.axes"])] == systems  # choices that are aliases
 
 
 def test_runs_are_found_in_versions_too(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ class Published:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     keys: tuple[str, ...]
-    """Varied keys that it belongs beside: what these begin with, or contain."""
+    """Varied keys that it belongs beside: what these begin with, or lie in."""
 
 
 _DATA = "100k training samples"
@@ -113,4 +113,8 @@ PUBLISHED = (
 
 def published(keys: Sequence[str]) -> list[Published]:
     """Return the tables that belong beside a comparison over these keys."""
-    return [table for table in PUBLISHED if any(key.startswith(table.keys) for key in keys)]
+
+    def about(table: Published, key: str) -> bool:
+        return key.startswith(table.keys) or any(k.startswith(f"{key}.") for k in table.keys)
+
+    return [table for table in PUBLISHED if any(about(table, key) for key in keys)]
