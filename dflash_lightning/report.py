@@ -189,7 +189,7 @@ def markdown(found: Found, figures: list[str]) -> str:
     cells = found.cells
     parts = [f"# {found.title}", *_asked(found), "## Cells", tables.cells_table(cells)]
     parts += [tables.uncertainty(cells) + " M: trained parameters in millions."]
-    if warning := tables.shared_machine(found.runs):
+    if warning := tables.warning_of_speeds(found.runs):
         parts.append(warning)
     parts += ["## Paired comparisons", *_compared(found)]
     if figures:

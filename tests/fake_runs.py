@@ -109,7 +109,11 @@ def fake_run(
             "seed": seed,
             "supervised_tokens": tokens,
             "budget": {"tokens": tokens},
-            "environment": {"machine": "a fake", "workers": workers, "versions": {"torch": "2"}},
+            "environment": {
+                "machine": "host: fake",
+                "workers": workers,
+                "versions": {"torch": "2"},
+            },
         }
         (folder / "run.json").write_text(json.dumps(record))
     if trial is not None:

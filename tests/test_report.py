@@ -166,6 +166,18 @@ def test_categories_unequal_budgets_and_workers(tmp_path: Path) -> None:
     assert "Table 10" in text
 
 
+def test_speeds_of_unlike_machines_are_not_compared(tmp_path: Path) -> None:
+    folder = fake_study(tmp_path / "depth", {1: 0.4, 2: 0.5})
+    file = folder / "d1-k6-g3-t5-s0" / "run.json"
+    record = json.loads(file.read_text())
+    for machine, compared in (("other-host: fake", True), ("host: faster", False)):
+        record["environment"]["machine"] = machine
+        file.write_text(json.dumps(record))
+        text = report(str(folder)).read_text()
+        assert ("speedup" in section(text, "Paired comparisons")) == compared
+        assert ("different hardware (fake / faster)" in text) != compared
+
+
 def test_three_objectives_show_accept_length_against_draft(tmp_path: Path) -> None:
     """1 drafts fastest, 2 accepts most; 3 is slower than 2 and accepts less."""
     objectives = [

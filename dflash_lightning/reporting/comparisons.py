@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dflash_lightning.reporting.cells import Cell, axis_of, is_search, quantities
 from dflash_lightning.reporting.quantities import ACCEPT_LEN, MODELLED, SPEEDUP, Quantity
+from dflash_lightning.reporting.runs import void_speeds
 from dflash_lightning.reporting.statistics import (
     Bootstrap,
     Estimate,
@@ -47,11 +48,11 @@ def compare_cells(
 ) -> tuple[list[Comparison], list[str]]:
     """Return all comparisons, and the pairs that can't be made, each with its reason.
 
-    Speeds that were measured while other workers ran are not compared.
+    Speeds that were measured while other workers ran, or on unlike machines, are not compared.
     """
     known = quantities(cells)
-    shared = any(run.shared_machine for cell in cells for run in cell.runs)
-    wanted = (ACCEPT_LEN,) if shared else (ACCEPT_LEN, SPEEDUP, MODELLED)
+    void = void_speeds([run for cell in cells for run in cell.runs])
+    wanted = (ACCEPT_LEN, SPEEDUP, MODELLED) if void is None else (ACCEPT_LEN,)
     found: list[tuple[Quantity, Cell, Cell, Estimate]] = []
     impossible: dict[str, None] = {}
     for quantity in (q for q in wanted if q in known):

@@ -52,6 +52,14 @@ class Run:
         """Whether other workers trained beside it, so that its speeds say nothing."""
         return int(self.record.get("environment", {}).get("workers") or 1) > 1
 
+    @property
+    def hardware(self) -> str:
+        """What its speeds were measured on, whatever the host is called; empty if unknown."""
+        known = self.record.get("environment", {})
+        parts = [str(known.get("machine", "")).partition(": ")[2]]
+        parts += [f"{known[key]} {key}" for key in ("cores", "threads") if key in known]
+        return ", ".join(filter(None, parts))
+
     @cached_property
     def measured(self) -> Measured:
         """What decoding the held-out prompts measured."""
@@ -124,6 +132,16 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
         more = f" (and {len(skipped) - 1} more)" if len(skipped) > 1 else ""
         raise UserError(f"report: no run can be compared: {name}: {reason}{more}")
     return runs, skipped
+
+
+def void_speeds(runs: Sequence[Run]) -> str | None:
+    """Return why the speeds of runs can't be compared; None where they can."""
+    if any(run.shared_machine for run in runs):
+        return "several workers shared the machine"
+    hardware = sorted({run.hardware for run in runs} - {""})
+    if len(hardware) > 1:
+        return f"the runs had different hardware ({' / '.join(hardware)})"
+    return None
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

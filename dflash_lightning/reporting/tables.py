@@ -10,7 +10,7 @@ from dflash_lightning.reporting.cells import Cell, label_of, quantities, short_n
 from dflash_lightning.reporting.comparisons import Comparison
 from dflash_lightning.reporting.published import published
 from dflash_lightning.reporting.quantities import Quantity, accepted_up_to
-from dflash_lightning.reporting.runs import Run
+from dflash_lightning.reporting.runs import Run, void_speeds
 from dflash_lightning.reporting.statistics import Bootstrap, Estimate, estimate
 
 ASKED = (
@@ -196,13 +196,14 @@ def setting(runs: Sequence[Run]) -> list[list[str]]:
     return rows
 
 
-def shared_machine(runs: Sequence[Run]) -> str | None:
-    """Warn of speeds that were measured while other workers ran."""
-    if not any(run.shared_machine for run in runs):
+def warning_of_speeds(runs: Sequence[Run]) -> str | None:
+    """Warn of speeds that can't be compared."""
+    why = void_speeds(runs)
+    if why is None:
         return None
     return (
-        "**The speeds are not to be trusted**, and not compared: several workers shared the "
-        "machine. Accept lengths are not touched by that."
+        f"**The speeds are not to be trusted**, and not compared: {why}. Accept lengths are not "
+        "touched by that."
     )
 
 
