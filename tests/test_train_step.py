@@ -35,7 +35,10 @@ def python(*words: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("vocab", [[], ["--vocab", "128"]], ids=["full", "draft vocabulary"])
+SMALLER = pytest.param(["--vocab", "128"], id="draft vocabulary", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("vocab", [pytest.param([], id="full"), SMALLER])
 def test_ours_and_the_plain_step_are_compared_and_timed(vocab: list[str], tmp_path: Path) -> None:
     words = ["benchmarks/train_step.py", "--quick", "true", "--repeats", "2"]
     printed = python(*words, "--out", str(tmp_path / "found.json"), *vocab)
