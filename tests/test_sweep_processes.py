@@ -205,6 +205,9 @@ def test_the_other_worker_ends_with_the_first(workers: Workers, sent: signal.Sig
     reasons = {_pid(t): t.user_attrs["reason"] for t in workers.trials(TrialState.FAIL)}
     assert reasons[_pid(other)] == "interrupted"
     assert not (workers.folder / "report.md").exists()
+    if sent == signal.SIGKILL:  # one trial to reclaim and one given back
+        ended(workers.start("--workers", "2"))
+        workers.check_every_cell_once()
 
 
 def _pid(trial: Any) -> int:
