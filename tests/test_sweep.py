@@ -623,3 +623,17 @@ def test_real_trials_train_fail_and_can_be_pasted(experiment: Path, tmp_path: Pa
         for f in (folder, again / folder.name)
     )
     assert first == second
+
+
+def test_an_error_of_cleaning_up_after_an_interruption_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("trying to pop from empty mode stack")
+
+    monkeypatch.setattr("dflash_lightning.sweeps.trial.main", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train([], tmp_path, Watch(), 1)

@@ -112,12 +112,21 @@ def train(words: Sequence[str], folder: Path, watch: Watch, workers: int) -> Out
         except (KeyboardInterrupt, SystemExit):  # Lightning makes the first the second
             raise KeyboardInterrupt from None
         except Exception as error:
+            if _interrupted(error):
+                raise KeyboardInterrupt from None
             traceback.print_exc()
             return Outcome({}, _reason(error))
         finally:
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether an error came of cleaning up after an interruption, as torch's mode stack's does."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
 def _reason(error: Exception) -> str:
