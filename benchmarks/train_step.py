@@ -63,6 +63,7 @@ def main(
     target_vocab: int = 49_152,
     repeats: int = 5,
     loss_chunk: int | None = None,
+    gradient_checkpointing: bool = False,
     only: Literal["ours", "reference"] | None = None,
     profile: bool = False,
     quick: bool = False,
@@ -85,6 +86,7 @@ def main(
         target_vocab: V.
         repeats: Timed steps of each, interleaved, after one untimed.
         loss_chunk: Slots whose logits exist at once; null takes the module's default.
+        gradient_checkpointing: Let ours run each layer again in the backward pass.
         only: Time just one of the two.
         profile: Print where a step of ours goes by operation instead.
         quick: A small shape, whatever else is said.
@@ -105,6 +107,7 @@ def main(
     del small
     work = bench(*sizes, vocab, dtype, place, length, anchors, loss_chunk)
     work.same_allocator = same_allocator
+    work.drafter.gradient_checkpointing = gradient_checkpointing
     if compile:
         work.drafter.compile()
     losses = {"ours": work.ours, "reference": work.reference}
@@ -137,6 +140,7 @@ def main(
         "device": torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
         "same_allocator": same_allocator,
+        "gradient_checkpointing": gradient_checkpointing,
         "largest difference in float32": difference,
         "useful_gflop": flops / 1e9,
         "matmul_peak_gflops": peak / 1e9,

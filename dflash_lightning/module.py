@@ -58,11 +58,11 @@ class DFlashModule(pl.LightningModule):
         lr: Peak learning rate of AdamW.
         betas: Its averages of gradients and of their squares.
         weight_decay: Decay of matrices; norms never decay.
-        warmup_ratio: Share of the run over which the rate rises linearly; it then falls as a
-            cosine to 0.
-        attention: How training blocks attend: auto (flex on CUDA, chunked elsewhere), dense,
-            chunked or flex.
+        warmup_ratio: Share of the run in which the rate rises; then it falls as a cosine to 0.
+        attention: Of training blocks: auto (flex on CUDA, else chunked), dense, chunked or flex.
         loss_chunk: Slots whose logits exist at once; bounds memory, changes no result.
+        gradient_checkpointing: Keep only what enters each drafter layer, and run the layer again
+            for its gradients; saves memory, takes time, changes no result.
     """
 
     def __init__(
@@ -82,19 +82,19 @@ class DFlashModule(pl.LightningModule):
         warmup_ratio: float = 0.04,
         attention: AttentionName = "auto",
         loss_chunk: int = 512,
+        gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
         self.target_config, self.block_size, self.num_layers = target, block_size, num_layers
-        self.axes = axes.check(num_layers, block_size)
+        self.axes = axes.check(num_layers, block_size, gradient_checkpointing)
         self.draft_vocab, self.loss, self.position_weights = draft_vocab, loss, position_weights
         check_weights(position_weights, axes.denoising_steps)
         self.init_from_layers = check_count(init_from_layers, num_layers)
         self.needs_final_states = bool(loss.needs)
-        self.intermediate_size = intermediate_size
+        self.intermediate_size, self.betas = intermediate_size, check_betas(betas)
         self.lr, self.weight_decay, self.warmup_ratio = lr, weight_decay, warmup_ratio
-        self.betas = check_betas(betas)
         self.attention: AttentionName = attention
-        self.loss_chunk = loss_chunk
+        self.loss_chunk, self.gradient_checkpointing = loss_chunk, gradient_checkpointing
         self.drafter: Drafter
         self.target: Target | None = None
         self.train_loss, self.val_loss = WeightedMean(), WeightedMean()
@@ -136,6 +136,7 @@ class DFlashModule(pl.LightningModule):
                 axes=self.axes,
             )
         )
+        self.drafter.gradient_checkpointing = self.gradient_checkpointing
         if self.draft_vocab is not None:
             size = self.target.num_embeddings
             ids = choose_draft_vocab(data.samples["train"], size, self.draft_vocab)

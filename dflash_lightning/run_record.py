@@ -32,12 +32,13 @@ PLACES = (
     "config",
     "data.cache_dir",
     "data.num_workers",
+    "model.gradient_checkpointing",
     "trainer.default_root_dir",
     "trainer.enable_progress_bar",
     "trainer.logger",
     "weights_only",
 )
-"""Keys that say where and how a run is shown and loaded, not what is trained."""
+"""Keys that say where and how a run is computed, shown and loaded, not what is trained."""
 
 
 class RunRecord(SaveConfigCallback):

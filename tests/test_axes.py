@@ -176,6 +176,43 @@ def test_any_depth_and_taps_go_with_any_system(row: int) -> None:
 
 
 @every_system
+@pytest.mark.parametrize("attention", ["chunked", "dense"])
+def test_layers_that_are_run_again_give_the_same_gradients(axes: Axes, attention: str) -> None:
+    """Each layer's pass over the blocks happens once more, in the backward pass."""
+    target = tiny_target()
+    drafter = drafter_of(target, axes).train()
+    if (axes.injection, axes.drafting) == ("input", "autoregressive"):
+        with pytest.raises(UserError, match=r"^model.gradient_checkpointing: .* leave it false$"):
+            axes.check(LAYERS, K, gradient_checkpointing=True)
+        return
+    axes.check(LAYERS, K, gradient_checkpointing=True)
+    batch = batch_of([token_ids(11, seed=1), token_ids(16, seed=2)], axes, target.mask_token_id)
+    module = training_module(target, drafter, attention)
+    found, passes = [], []
+    for again in (False, True):
+        drafter.gradient_checkpointing = again
+        count = [0] * LAYERS
+        hooks = [
+            layer.register_forward_pre_hook(lambda *_, i=i, n=count: n.__setitem__(i, n[i] + 1))
+            for i, layer in enumerate(drafter.layers)
+        ]
+        drafter.zero_grad()
+        hidden = module.block_hidden(batch)
+        (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
+        found.append(
+            {name: p.grad for name, p in drafter.named_parameters() if "markov" not in name}
+        )
+        passes.append(count)
+        for hook in hooks:
+            hook.remove()
+    assert passes[1] == [n + 1 for n in passes[0]]
+    for name, gradient in found[0].items():
+        assert gradient is not None, name
+        assert gradient.abs().max() > 0, name
+        assert torch.equal(gradient, found[1][name]), name
+
+
+@every_system
 def test_context_behind_the_last_anchor_is_not_even_read(axes: Axes) -> None:
     """No number there can be seen, not even one that would spoil any sum it entered."""
     target = tiny_target()

@@ -282,6 +282,17 @@ def test_loss_chunk_changes_nothing(lab: Lab) -> None:
     torch.testing.assert_close(module.block_loss(batch)[0].numerator, whole)
 
 
+def test_gradient_checkpointing_trains_the_same_weights(lab: Lab) -> None:
+    trained = []
+    for again in (False, True):
+        module, data = lab.module(gradient_checkpointing=again), lab.data()
+        trainer(max_steps=3).fit(module, data)
+        assert module.drafter.gradient_checkpointing is again
+        trained.append(module.drafter.state_dict())
+    for name, weights in trained[0].items():
+        assert torch.equal(weights, trained[1][name]), name
+
+
 def test_a_batch_with_dead_blocks_has_finite_gradients(lab: Lab) -> None:
     data = lab.given(["ab", "c" * 40], batch_size=2, anchors=RandomAnchors(32))
     module, data = lab.ready(data)

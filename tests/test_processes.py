@@ -45,7 +45,8 @@ def test_two_processes_train_on_packed_rows(
     assert "forked" not in output
     made = list((tmp_path / "cache").rglob("shard_*.bin"))
     assert len(made) == (9 if features == "store" else 0)
-    assert output.count("target reads answers: 100%") == (3 if features == "store" else 0)
+    # a bar is drawn at its end once or twice, at its start once
+    assert output.count("target reads answers:   0%") == (3 if features == "store" else 0)
 
 
 def gradients(folder: Path, processes: int, case: str) -> list[dict[str, Tensor]]:

@@ -608,6 +608,8 @@ def test_real_trials_train_fail_and_can_be_pasted(experiment: Path, tmp_path: Pa
     words = shlex.split(done.user_attrs["command"])[3:]
     assert run["command"] == words
     assert run["config_hash"] == meaning(words).identity
+    again = [*words, "--model.gradient_checkpointing=true"]
+    assert meaning(again).identity == meaning(words).identity
     assert run["environment"]["workers"] == 1
     assert run["budget"] == {"tokens": 150}
     trial = json.loads((folder / "trial.json").read_text())

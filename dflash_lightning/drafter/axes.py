@@ -38,12 +38,22 @@ class Axes:
     sliding_layers: list[int] | None = None
     markov_rank: int | None = None
 
-    def check(self, num_layers: int, block_size: int) -> "Axes":
+    def check(
+        self, num_layers: int, block_size: int, gradient_checkpointing: bool = False
+    ) -> "Axes":
         """Return self.
 
         Raises:
             UserError: A value is out of range, or two values make no sense together.
         """
+        if gradient_checkpointing and (self.injection, self.drafting) == (
+            "input",
+            "autoregressive",
+        ):
+            raise UserError(
+                "model.gradient_checkpointing: each pass of autoregressive drafting with injection "
+                "input goes on from the one before, and can't be run again alone: leave it false"
+            )
         for key, problem in self._problems(num_layers, block_size):
             place = "model" if key in ("num_layers", "block_size") else "model.axes"
             raise UserError(f"{place}.{key}: {problem}")

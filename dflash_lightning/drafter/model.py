@@ -6,10 +6,12 @@ they pass, one a layer.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from dflash_lightning.drafter.attention import Attend
@@ -115,13 +117,15 @@ class Drafter(PreTrainedModel):
     State-dict names are z-lab's, so the weights of the published architecture load there and in
     serving engines. It has no embedding and no head: both are the target's. `draft_ids` `[Vd]`
     lists the target tokens it can say (all of them, in order, where the draft vocabulary is full,
-    and then it is not stored).
+    and then it is not stored). With `gradient_checkpointing`, `forward` keeps only what enters each
+    layer in training, and the backward pass runs the layer again; `attend` must be a pure function.
     """
 
     config_class = DrafterConfig
     base_model_prefix = ""
     main_input_name = "inputs"
-    supports_gradient_checkpointing = False
+    supports_gradient_checkpointing = True
+    gradient_checkpointing = False
     _no_split_modules = ["DrafterLayer"]  # noqa: RUF012
     config: DrafterConfig
     draft_ids: Tensor
@@ -228,12 +232,19 @@ class Drafter(PreTrainedModel):
         hidden = inputs.to(self.norm.weight.dtype)
         attends = attend if isinstance(attend, Sequence) else [attend] * len(self.layers)
         for layer, key_value, over in zip(self.layers, context, attends, strict=True):
-            hidden = layer(hidden, by, key_value, over)
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                hidden = _again_in_backward(layer, hidden, by, key_value, over)
+            else:
+                hidden = layer(hidden, by, key_value, over)
         output: Tensor = self.norm(hidden)
         return output
 
     def _layers(self) -> list[DrafterLayer]:
         return cast(list[DrafterLayer], list(self.layers))
+
+
+_again_in_backward = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+"""Run a layer, keep what entered it; no drafter draws random numbers."""
 
 
 def fuse(fc: nn.Linear, norm: nn.Module, states: Tensor) -> Tensor:
