@@ -308,15 +308,18 @@ def test_partly_shown_blocks_are_the_passes_of_denoising(shown: tuple[int, ...])
 
 @every_system
 def test_greedy_output_is_the_targets(axes: Axes) -> None:
-    """In a batch of uneven prompts, cycle by cycle as alone; a draft vocabulary included."""
+    """In a batch of uneven prompts, cycle by cycle as alone; a draft vocabulary included.
+
+    Every other prompt is decoded alone too, the others with the draft vocabulary.
+    """
     target = tiny_target()
     expected = [greedy(target, prompt, 14) for prompt in PROMPTS]
     varied(max(expected, key=lambda tokens: len(set(tokens))))
-    for changes in ({}, {"draft_vocab_size": 40}):
+    for first, changes in enumerate(({}, {"draft_vocab_size": 40})):
         proposer = DrafterProposer(drafter_of(target, axes, **changes), target)
         found = decode(target, PROMPTS, proposer, 14, ())
         assert [d.tokens for d in found] == expected
-        for prompt, together in zip(PROMPTS, found, strict=True):
+        for prompt, together in zip(PROMPTS[first::2], found[first::2], strict=True):
             [alone] = decode(target, [prompt], proposer, 14, ())
             assert [(c.drafts[: c.drafted], c.accepted) for c in alone.cycles] == [
                 (c.drafts[: c.drafted], c.accepted) for c in together.cycles
