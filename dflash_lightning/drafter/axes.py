@@ -46,17 +46,8 @@ class Axes:
         Raises:
             UserError: A value is out of range, or two values make no sense together.
         """
-        if gradient_checkpointing and (self.injection, self.drafting) == (
-            "input",
-            "autoregressive",
-        ):
-            raise UserError(
-                "model.gradient_checkpointing: each pass of autoregressive drafting with injection "
-                "input goes on from the one before, and can't be run again alone: leave it false"
-            )
-        for key, problem in self._problems(num_layers, block_size):
-            place = "model" if key in ("num_layers", "block_size") else "model.axes"
-            raise UserError(f"{place}.{key}: {problem}")
+        for key, problem in self._problems(num_layers, block_size, gradient_checkpointing):
+            raise UserError(f"model.{'axes.' if hasattr(self, key) else ''}{key}: {problem}")
         return self
 
     @property
@@ -74,7 +65,9 @@ class Axes:
         )
         return "".join(f"-{word}" for applies, word in words if applies)
 
-    def _problems(self, num_layers: int, block_size: int) -> list[tuple[str, str]]:
+    def _problems(
+        self, num_layers: int, block_size: int, gradient_checkpointing: bool
+    ) -> list[tuple[str, str]]:
         autoregressive, iterative = self.drafting == "autoregressive", self.denoising_steps > 1
         window, layers = self.sliding_window, self.sliding_layers
         outside = [i for i in layers or [] if not 0 <= i < num_layers]
@@ -85,6 +78,12 @@ class Axes:
                 f"needs at least 2 (an anchor and one slot), got {block_size}",
             ),
             (num_layers < 1, "num_layers", f"needs at least 1, got {num_layers}"),
+            (
+                gradient_checkpointing and autoregressive and self.injection == "input",
+                "gradient_checkpointing",
+                "each pass of autoregressive drafting with injection input goes on from the one "
+                "before, and can't be run again alone: leave it false",
+            ),
             (
                 not 1 <= self.denoising_steps < block_size,
                 "denoising_steps",
