@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 from threading import RLock
 
@@ -9,6 +10,7 @@ from tiny import save_tiny_target
 from tqdm import tqdm
 
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start
 tqdm.monitor_interval = 0
 tqdm.set_lock(RLock())  # its own is shared with forked children: one killed inside keeps it
 

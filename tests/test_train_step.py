@@ -14,7 +14,6 @@ from statistics import median
 sys.path.insert(0, "benchmarks")
 import torch
 from train_step import allocator, bench, peak_extra
-torch.set_num_threads(1)
 found = {"ours": [], "reference": []}
 for blocks in (64, 128, 256):
     work = bench(192, 8192, 2, 16, None, "float32", torch.device("cpu"), 512, blocks, 128)
